@@ -17,14 +17,14 @@ from invfunc._torch.functorch import innermost, levels, plainly
 from invfunc._torch.generators import set_states, state_of, torchs_own
 from invfunc.arguments.problem import BoundProblem, problem, with_aux
 from invfunc.callables import describe
-from invfunc.core.split import Finder, marked_for
+from invfunc.core.columns import Finder, marked_for
 from invfunc.errors import ArgumentError, ArgumentTypeError, CertificateError, RandomnessError, SplitError
-from invfunc.operations.second_derivatives import TwiceDifferentiable
+from invfunc.operations.forms import TwiceDifferentiable
 from invfunc.pairs.value import reached
+from invfunc.plan import Explanation
 from invfunc.products.curvature import of_fisher, of_ggn, of_hessian
 from invfunc.products.product import Product
-from invfunc.reductions.gradients import CentredSquares, ClippedSum, EachSample, SquaredNorms, SumAndCentredSquares
-from invfunc.reductions.squares import (
+from invfunc.reductions.columns import (
     InnerProducts,
     JacobianRows,
     ProductsWithOthers,
@@ -32,7 +32,7 @@ from invfunc.reductions.squares import (
     SquaresOfEach,
     SumOfSquares,
 )
-from invfunc.report import Explanation
+from invfunc.reductions.gradients import CentredSquares, ClippedSum, EachSample, SquaredNorms, SumAndCentredSquares
 from invfunc.statistic import Statistic
 from invfunc.transform import Transform
 

@@ -18,16 +18,16 @@ import torch.nn.functional as F
 import invfunc
 from invfunc import kronecker, pairs
 from tests.rows import BOTH, LOSS, ROWS
-from tests.size import CALLS, CEILINGS, NAMES, code_lines, cost
+from tests.size import CALLS, CEILINGS, NAMES, cost
 
 ROOT = Path(__file__).parents[1]
 PACKAGE = ROOT / "invfunc"
 SITE = ROOT / "notebooks" / "site"
 FLOORS = [
     {"thresholds"},
-    {"errors", "tree", "_torch", "_extras", "_nodes", "_shown", "report"},
+    {"errors", "tree", "_torch", "_extras", "plan"},
     {"linear_algebra"},
-    {"kronecker", "plan"},
+    {"kronecker"},
     {"operations"},
     {"arguments"},
     {"loss"},
@@ -41,23 +41,20 @@ FLOORS = [
         "transform",
         "statistic",
         "column_options",
-        "together",
-        "reduced",
+        "around",
         "operation",
-        "explain",
     },
     {"statistics", "products", "pairs", "spectra"},
-    {"budgeted", "chunked", "compiled", "data_sets", "loaded", "plans"},
+    {"chunks", "compiled", "data_sets", "loaded", "plans"},
     {"blocks"},
     {"invertible"},
     {"layers", "laplace"},
-    {"__init__", "certified", "testing", "_tour", "__main__"},
+    {"__init__", "certified", "testing", "__main__"},
 ]
 NAMESPACES = {"invfunc.kronecker.__init__", "invfunc.layers.__init__", "invfunc.pairs.__init__"}
 FILES = sorted(PACKAGE.rglob("*.py"))
 LONGEST = 790
 """Lines of a file, which are 150 to 500 where it can be: a run of f (core/run.py), its evaluation, blocks/run.py."""
-MOST_BRANCHES = 40
 
 
 def each_file(check):
@@ -154,7 +151,13 @@ class TestImports:
     @pytest.mark.parametrize("called", ["testing/oracles", "testing/laws/loops"])
     def test_of_oracles_have_nothing_of_what_they_judge(self, called):
         """Plain loops and torch's own derivatives: of the package they take trees, errors, a tuple and one another."""
-        allowed = ("invfunc.tree", "invfunc.errors", "invfunc.__init__", "invfunc.testing.", "invfunc.reductions.noise")
+        allowed = (
+            "invfunc.tree",
+            "invfunc.errors",
+            "invfunc.__init__",
+            "invfunc.testing.",
+            "invfunc.reductions.estimates",
+        )
         assert all(other.startswith(allowed) for other in inner_imports(PACKAGE / f"{called}.py"))
 
     @each_file
@@ -202,39 +205,11 @@ print((time.process_time() - between) / (between - start))
 FUNCTIONS = (ast.FunctionDef, ast.AsyncFunctionDef)
 
 
-def branches(function):
-    """McCabe's complexity of a function with those in it, as radon counts it: the ways through them that begin."""
-    count, waiting = 1, list(function.body)
-    while waiting:
-        node = waiting.pop()
-        match node:
-            case ast.If() | ast.IfExp() | ast.Assert():
-                count += 1
-            case ast.For() | ast.AsyncFor() | ast.While():
-                count += 1 + bool(node.orelse)
-            case ast.Try():
-                count += len(node.handlers) + bool(node.orelse)
-            case ast.BoolOp():
-                count += len(node.values) - 1
-            case ast.comprehension():
-                count += 1 + len(node.ifs)
-            case ast.Match():
-                count += len(node.cases) - any(getattr(c.pattern, "pattern", False) is None for c in node.cases)
-        if not isinstance(node, ast.Assert):
-            waiting += ast.iter_child_nodes(node)
-    return count
-
-
 @pytest.mark.quick
 class TestFiles:
     @each_file
     def test_are_short_enough_to_hold_in_the_head(self, file):
         assert len(file.read_text().splitlines()) <= LONGEST
-
-    @each_file
-    def test_have_functions_of_few_branches(self, file):
-        found = {f"{f.name}, line {f.lineno}": branches(f) for f in ast.walk(parsed(file)) if isinstance(f, FUNCTIONS)}
-        assert not {name: many for name, many in found.items() if many > MOST_BRANCHES}
 
     @each_file
     def test_say_what_they_are(self, file):
@@ -246,12 +221,6 @@ class TestFiles:
         assert all(isinstance(node, kinds) for node in body)
         named = [node.targets[0].id for node in body if isinstance(node, ast.Assign)]
         assert named == ["__version__", "__all__", "__dir__"]
-
-    def test_statistics_are_one_a_file(self):
-        for file in (PACKAGE / "statistics").glob("*.py"):
-            if file.stem != "__init__":
-                public = [n.name for n in parsed(file).body if isinstance(n, ast.FunctionDef) and n.name[0] != "_"]
-                assert public == [file.stem]
 
 
 @pytest.mark.quick
@@ -267,11 +236,6 @@ class TestCeilings:
         found = cost(name)
         assert all(x <= most for x, most in zip(found, CALLS[name][1:], strict=True)), found
 
-    def test_are_of_code_alone(self, tmp_path):
-        file = tmp_path / "one.py"
-        file.write_text('"""Text\n\nof a file."""\n\n# A comment\nx = """\na"""  # two lines\ny = (\n    1\n)\n')
-        assert code_lines(file) == 5
-
 
 @pytest.mark.quick
 class TestRows:
@@ -279,7 +243,8 @@ class TestRows:
 
     def test_every_public_statistic_has_one(self):
         public = {f.__name__ for f in TestPublicNames.FUNCTIONS.values() if _statistic(f)}
-        assert public == {file.stem for file in (PACKAGE / "statistics").glob("[a-z]*.py")}
+        defined = [node for file in (PACKAGE / "statistics").glob("[a-z]*.py") for node in parsed(file).body]
+        assert public == {f.name for f in defined if isinstance(f, ast.FunctionDef) and f.name[0] != "_"}
         assert {name.split()[0] for name in ROWS} == public
 
     @pytest.mark.parametrize("row", ROWS.values(), ids=ROWS)

@@ -26,7 +26,6 @@ from invfunc import (
     explain,
     gram,
     kfac,
-    operation,
     reduced,
     together,
     tree,
@@ -160,31 +159,9 @@ class TestWrongResults:
         assert (error.path, error.found, error.expected, error.seed) == ("result['w'][1]", 109, 108, 5)
         assert isinstance(error, RuntimeError)
 
-    def test_of_a_wrong_rule_are_found(self):
-        """The wrong rule is that of a user's own operation."""
-
-        @operation
-        def scaled(x, w):
-            return x * w
-
-        @scaled.share_of("w")
-        def _(cotangent, x, w):
-            return "vni,ni->i", 2 * cotangent, x
-
-        f = lambda w, x: scaled(x, w).square().sum(1)  # noqa: E731  (as users write it)
-        with pytest.raises(CertificateError):
-            certified(variance(f), generator=SEED)(torch.ones(3), torch.rand(4, 3))
-
 
 @pytest.mark.quick
 class TestNumberOfEntries:
-    @pytest.mark.parametrize(
-        "confidence, share, k", [(0.99, 0.05, 90), (0.5, 0.5, 1), (0.75, 0.5, 2), (0.9, 0.01, 230)]
-    )
-    def test_is_computed(self, confidence, share, k):
-        assert needed(confidence, share) == k
-        assert (1 - share) ** k <= 1 - confidence + 1e-12 < (1 - share) ** (k - 1)
-
     def test_and_evaluations_are_told(self):
         calls = []
 

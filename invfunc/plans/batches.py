@@ -11,20 +11,17 @@ import torch
 from invfunc import tree
 from invfunc.arguments.problem import batch_dims, batch_size
 from invfunc.callables import describe
+from invfunc.data_sets.visits import VisitWork
 from invfunc.errors import ArgumentError
 from invfunc.evaluation.batches import size_of
-from invfunc.evaluation.engine import Engine
-from invfunc.evaluation.sweep import Sweep, bring, brought
-from invfunc.evaluation.weights import LossPart, ratio
+from invfunc.evaluation.engine import Engine, bring, brought
+from invfunc.evaluation.kinds import LossPart, ratio
 from invfunc.loss.drawn import joined
 from invfunc.plans.calls import Calls
-from invfunc.products.product import Product
-from invfunc.products.summed import WithVector
-from invfunc.reductions.gradients import CentredSquares, ClippedSum, EachSample, SumAndCentredSquares
-from invfunc.reductions.quantity import Drawing
-from invfunc.reductions.reduction import Found, Reduction, State
-from invfunc.reductions.sketches import Sketches
-from invfunc.reductions.squares import InnerProducts, MatrixTrace, SquareRoot, SumOfSquares
+from invfunc.products.product import Product, WithVector
+from invfunc.reductions.columns import InnerProducts, MatrixTrace, SquareRoot, SumOfSquares
+from invfunc.reductions.gradients import CentredSquares, ClippedSum, EachSample, Sketches, SumAndCentredSquares
+from invfunc.reductions.reduction import Drawing, Found, Reduction, State
 from invfunc.statistic import Statistic
 
 _SUMS = SumOfSquares, MatrixTrace, ClippedSum, CentredSquares
@@ -275,11 +272,11 @@ class PlansOfBatches:
     def __repr__(self) -> str:
         return self.calls.called
 
-    def __call__(self, t: Any, sweep: Sweep, args: tuple, kwargs: dict[str, Any], engine: Engine) -> Any:
+    def __call__(self, t: Any, work: VisitWork, args: tuple, kwargs: dict[str, Any], engine: Engine) -> Any:
         """Have an evaluation of a batch keep what it brings; aux."""
         vectors = (t.vectors, t.lead) if isinstance(t, WithVector) else None
-        found = self.calls((sweep.phase, sweep.known, _each(t.drawings, engine.problem.n), vectors, args, kwargs), {})
-        return bring(engine, sweep.phase, found)
+        found = self.calls((work.phase, work.known, _each(t.drawings, engine.problem.n), vectors, args, kwargs), {})
+        return bring(engine, work.phase, found)
 
     def explained(self, t: Statistic, args: tuple, kwargs: dict[str, Any]) -> tuple[str, str]:
         """The description of the plan of a batch, and its operations."""

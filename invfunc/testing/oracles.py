@@ -15,7 +15,7 @@ import torch
 import torch.nn.functional as F
 
 from invfunc import tree
-from invfunc.reductions.noise import NoiseScale
+from invfunc.reductions.estimates import NoiseScale
 
 Samples = Any
 """None for all, or the indices of the samples whose shares count, as a list or a tensor."""

@@ -11,8 +11,8 @@ import torch
 from invfunc import tree
 from invfunc.errors import ArgumentError, ArgumentTypeError, InvFuncError
 from invfunc.operation import Operation, gives
-from invfunc.statistics.batch_grad import batch_grad
-from invfunc.statistics.diag_ggn import diag_ggn
+from invfunc.statistics.curvature import diag_ggn
+from invfunc.statistics.first_order import batch_grad
 from invfunc.testing.laws.compare import (
     cast,
     fixed,
