@@ -29,7 +29,16 @@ from invfunc.core.refusals import check_outputs
 from invfunc.errors import ArgumentError, SplitError, unreached, written
 from invfunc.loss.drawn import drawn, targets
 from invfunc.loss.hessian import by_rows, columns, gradient, hessian, once_only, pulled_back
-from invfunc.loss.square_root import Affine, Columns, Elementwise, General, OutputCotangents, Softmax, rooted
+from invfunc.loss.square_root import (
+    Affine,
+    Columns,
+    Elementwise,
+    FormedColumns,
+    General,
+    OutputCotangents,
+    Softmax,
+    rooted,
+)
 from invfunc.operations.axis import IN_FRONT, Axis
 from invfunc.operations.forms import TwiceDifferentiable
 from invfunc.operations.operation import argument, called

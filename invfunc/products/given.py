@@ -41,7 +41,6 @@ from invfunc.arguments.problem import (
 )
 from invfunc.core import columns as core
 from invfunc.core.columns import CRITERIA, Finder, Output, lost, marked_for
-from invfunc.core.columns import split as core
 from invfunc.core.marks import LEAF, SUMMED, Mark, Node, Unsupported, know, option
 from invfunc.core.refusals import refused_by
 from invfunc.core.run import Run
