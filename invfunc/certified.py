@@ -21,6 +21,7 @@ from invfunc.core.columns import Finder, marked_for
 from invfunc.errors import ArgumentError, ArgumentTypeError, CertificateError, RandomnessError, SplitError
 from invfunc.operations.forms import TwiceDifferentiable
 from invfunc.pairs.value import reached
+from invfunc.plan import Explanation
 from invfunc.products.curvature import of_fisher, of_ggn, of_hessian
 from invfunc.products.product import Product
 from invfunc.reductions.columns import (
@@ -32,7 +33,6 @@ from invfunc.reductions.columns import (
     SumOfSquares,
 )
 from invfunc.reductions.gradients import CentredSquares, ClippedSum, EachSample, SquaredNorms, SumAndCentredSquares
-from invfunc.report import Explanation
 from invfunc.statistic import Statistic
 from invfunc.transform import Transform
 

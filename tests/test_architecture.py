@@ -25,9 +25,9 @@ PACKAGE = ROOT / "invfunc"
 SITE = ROOT / "notebooks" / "site"
 FLOORS = [
     {"thresholds"},
-    {"errors", "tree", "_torch", "_extras", "_nodes", "_shown", "report"},
+    {"errors", "tree", "_torch", "_extras", "plan"},
     {"linear_algebra"},
-    {"kronecker", "plan"},
+    {"kronecker"},
     {"operations"},
     {"arguments"},
     {"loss"},
@@ -41,17 +41,15 @@ FLOORS = [
         "transform",
         "statistic",
         "column_options",
-        "together",
-        "reduced",
+        "around",
         "operation",
-        "explain",
     },
     {"statistics", "products", "pairs", "spectra"},
-    {"budgeted", "chunked", "compiled", "data_sets", "loaded", "plans"},
+    {"chunks", "compiled", "data_sets", "loaded", "plans"},
     {"blocks"},
     {"invertible"},
     {"layers", "laplace"},
-    {"__init__", "certified", "testing", "_tour", "__main__"},
+    {"__init__", "certified", "testing", "__main__"},
 ]
 NAMESPACES = {"invfunc.kronecker.__init__", "invfunc.layers.__init__", "invfunc.pairs.__init__"}
 FILES = sorted(PACKAGE.rglob("*.py"))

@@ -20,9 +20,8 @@ from invfunc.core.run import Run
 from invfunc.core.uses import Copies, Use
 from invfunc.core.ways import WAYS, Way
 from invfunc.loss.square_root import Columns
-from invfunc.plan import Options
+from invfunc.plan import Explanation, Options, Parameter, ReportPart
 from invfunc.reductions.reduction import Quantity
-from invfunc.report import Explanation, Parameter, ReportPart
 from invfunc.structure.plan import Shortcut, Structure
 
 HOW = {
@@ -97,7 +96,7 @@ class Teller(Pullback):
             for reach in stage.reaches:
                 how = "local" if reach.colouring is not None else "dense" if given == columns else "narrow"
                 found += self._part(how, reach.leaves, given, reach.passes)
-            given = given if stage.end is None else stage.end.rank * len(stage.end.places)
+            given = given if stage.end is None else stage.end.rank * stage.end.count
         return found + self._part("dense", way.dense, columns, columns)
 
     def _part(self, how: str, leaves: frozenset[int], columns: int, passes: int) -> list[ReportPart]:

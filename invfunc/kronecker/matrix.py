@@ -15,7 +15,7 @@ from typing import Any
 import torch
 
 from invfunc import tree
-from invfunc._shown import kind, table
+from invfunc._extras import kind, table
 from invfunc._torch.precision import doubled
 from invfunc._torch.values import checked_at_the_end
 from invfunc.errors import ArgumentError, ArgumentTypeError

@@ -12,7 +12,7 @@ from invfunc import tree
 from invfunc.arguments.problem import batch_dims, batch_size
 from invfunc.callables import describe
 from invfunc.errors import ArgumentError
-from invfunc.evaluation.weights import LossPart, ratio
+from invfunc.evaluation.kinds import LossPart, ratio
 from invfunc.loss.drawn import joined
 from invfunc.products.product import Product
 from invfunc.reductions.columns import InnerProducts, MatrixTrace, SquareRoot, SumOfSquares

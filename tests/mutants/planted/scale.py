@@ -12,7 +12,7 @@ FAULTS = [
     ),
     Fault(
         "the mean of ragged chunks weighs them alike",
-        "chunked.py",
+        "chunks.py",
         "[x * (size / total) for x, size in zip(xs, sizes, strict=True)]",
         "[x / len(xs) for x, size in zip(xs, sizes, strict=True)]",
         "test_chunked.py::TestPlainFunctions::test_folds_are_a_prefix_of_the_output",
@@ -47,21 +47,21 @@ FAULTS = [
     ),
     Fault(
         "a chunk that does not fit is taken",
-        "budgeted.py",
+        "chunks.py",
         "            if self._peak(tried) <= self.room:",
         "            if True:",
         "budget/test_budget.py::TestSearch",
     ),
     Fault(
         "a choice is kept for batches of any size",
-        "budgeted.py",
+        "chunks.py",
         "if known is None or call.n > known.most or known.need > budget:",
         "if known is None or known.need > budget:",
         "test_chunked_memory.py::TestChoices",
     ),
     Fault(
         "random numbers that are drawn while a call is measured do not come again",
-        "budgeted.py",
+        "chunks.py",
         "            set_states(before)",
         "            pass",
         "test_chunked_memory.py::TestResults",
@@ -83,15 +83,15 @@ FAULTS = [
     Fault(
         "a process does not know how many samples come before its own",
         "data_sets/visits.py",
-        "self.begun.before + n",
+        "self.course.before + n",
         "n",
         "data_sets/test_distributed.py::test_all_processes_give_what_all_samples_at_once_do[2]",
     ),
     Fault(
         "others wait for a process that cannot go on with its file",
         "data_sets/visits.py",
-        'begun.told("checkpoint", partial(begun.course.begin, self))',
-        "begun.course.begin(self)",
+        'course.told("checkpoint", self.resume)',
+        "self.resume()",
         "data_sets/test_distributed.py::TestFaults",
     ),
     Fault(
@@ -103,16 +103,16 @@ FAULTS = [
     ),
     Fault(
         "the loss may be a sum in one process, and a mean in another",
-        "evaluation/sweep.py",
+        "data_sets/visits.py",
         "if mean not in (None, each[first]):",
         "if False:",
         "data_sets/test_distributed.py::TestFaults",
     ),
     Fault(
         "rows that stay where their samples are come from all processes",
-        "evaluation/sweep.py",
-        "here = [t.reduction.each and not gather for t in",
-        "here = [False for t in",
+        "data_sets/visits.py",
+        "here, own = [t.reduction.each and not gather for t in",
+        "here, own = [False for t in",
         "data_sets/test_distributed.py::test_all_processes_give_what_all_samples_at_once_do[2]",
     ),
     Fault(
@@ -124,14 +124,14 @@ FAULTS = [
     ),
     Fault(
         "processes go on with eigenvectors of their own",
-        "evaluation/checkpoint.py",
+        "evaluation/batches.py",
         " or (phase and len({head.known for head in each}) > 1)",
         "",
         "data_sets/test_distributed_checkpoint.py::test_processes_go_on_as_if_nothing_had_happened",
     ),
     Fault(
         "the files of two calls are taken for one",
-        "evaluation/checkpoint.py",
+        "evaluation/batches.py",
         "any(head.mark != first.mark for head in others) or ",
         "",
         "data_sets/test_distributed_checkpoint.py::test_processes_go_on_as_if_nothing_had_happened",
@@ -139,15 +139,15 @@ FAULTS = [
     Fault(
         "a file is removed before all have the result",
         "data_sets/visits.py",
-        "if not self.course.keeps:",
-        "if True:",
+        "return step() if self.file is None else",
+        "return step() if True else",
         "data_sets/test_distributed_checkpoint.py::test_processes_go_on_as_if_nothing_had_happened",
     ),
     Fault(
         "rows of a mean are divided by the samples of one process",
         "data_sets/visits.py",
-        "self.rows.scaled(self.n, 1 / self.of_all)",
-        "self.rows.scaled(self.n, 1 / max(1, self.n))",
+        "self.rows.scaled(self.written, 1 / self.of_all)",
+        "self.rows.scaled(self.written, 1 / max(1, self.written))",
         "data_sets/test_distributed_checkpoint.py::test_processes_go_on_as_if_nothing_had_happened",
     ),
     Fault(
@@ -180,7 +180,7 @@ FAULTS = [
     ),
     Fault(
         "samples come in the inverse of the order in which they were chosen",
-        "evaluation/fold.py",
+        "evaluation/engine.py",
         "torch.tensor(sorted(order, key=order.__getitem__), device",
         "torch.tensor(order, device",
         "statistics/test_samples.py::TestEveryStatistic::test_does_not_depend_on_chunks",
@@ -208,7 +208,7 @@ FAULTS = [
     ),
     Fault(
         "the loss of a batch by a plan is not weighed",
-        "evaluation/sweep.py",
+        "evaluation/engine.py",
         "state, engine.scalar, outputs, aux = found",
         "state, _, outputs, aux = found",
         "plans/test_batches.py::TestWays",
@@ -293,7 +293,7 @@ FAULTS = [
     Fault(
         "a stream that goes on does not know what its first batch weighs",
         "data_sets/visits.py",
-        '        weights.restore(state["weights"], self.t.loss)\n',
+        '        self.weights.restore(state["weights"], self.t.loss)\n',
         "",
         "data_sets/test_streamed_checkpoint.py::test_every_statistic_goes_on_as_if_nothing_had_happened",
     ),
@@ -306,14 +306,14 @@ FAULTS = [
     ),
     Fault(
         "the batches of a mean count alike",
-        "evaluation/weights.py",
+        "evaluation/kinds.py",
         "return part.n if self.mean else 1",
         "return 1",
         "data_sets/test_streamed.py::TestScale",
     ),
     Fault(
         "a mean of batches of other shapes is one like any other",
-        "evaluation/weights.py",
+        "evaluation/kinds.py",
         "            if self.mean:\n",
         "            if False:\n",
         "data_sets/test_streamed.py::TestOtherOutputs",
@@ -328,13 +328,13 @@ FAULTS = [
     Fault(
         "losses may have a factor that depends on the batch",
         "data_sets/visits.py",
-        "            self.looked = self.looked or engine.check_joined()\n",
+        "        self.looked = self.looked or engine.check_joined()\n",
         "",
         "data_sets/test_streamed.py::TestScale",
     ),
     Fault(
         "rows of other outputs are joined",
-        "evaluation/sweep.py",
+        "data_sets/visits.py",
         "if known != self.by_column:",
         "if False:",
         "data_sets/test_streamed.py::TestOtherOutputs",
@@ -348,7 +348,7 @@ FAULTS = [
     ),
     Fault(
         "a second sweep may be of other samples",
-        "evaluation/sweep.py",
+        "data_sets/visits.py",
         "if expected not in (None, n):",
         "if False:",
         "data_sets/test_streamed.py::TestTwoSweeps",
@@ -369,9 +369,9 @@ FAULTS = [
     ),
     Fault(
         "what comes behind a checkpoint draws as the first batch does",
-        "evaluation/checkpoint.py",
-        "self._note(done=number + 1, n=self.work.seen)",
-        "self._note(done=number + 1, n=0)",
+        "data_sets/visits.py",
+        "self._note(work, done=number + 1, n=work.n)",
+        "self._note(work, done=number + 1, n=0)",
         "data_sets/test_streamed_checkpoint.py::test_every_statistic_goes_on_as_if_nothing_had_happened",
     ),
     Fault(

@@ -376,14 +376,14 @@ FAULTS = [
     ),
     Fault(
         "a wrong derivative above a narrow layer is taken",
-        "structure/narrow.py",
-        "return joined(found, 1) if check.right else None",
+        "structure/columns.py",
+        "return joined(found, 1) if bool(right.all()) else None",
         "return joined(found, 1)",
         "structure/test_columns.py::test_a_wrong_derivative_is_noticed_in_every_block",
     ),
     Fault(
         "a bottleneck is one though another path goes around it",
-        "structure/narrow.py",
+        "structure/columns.py",
         "if own == open_edges and len(own) == 1 and",
         "if len(own) == 1 and",
         "structure/test_columns.py::test_it_is_that_of_all_columns",
