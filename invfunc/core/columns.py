@@ -382,7 +382,6 @@ ROUGH = set(
     "WeightNormInterface HuberLoss SoftMarginLoss _ScaledDotProductFlashAttentionForCpu CudnnBatchNorm".split()
 )
 """Nodes of operations whose second derivative is missing, or wrong somewhere: they run in another form."""
-LOGARITHMS = called("log_softmax")
 
 
 class Twice(Exception):
@@ -562,13 +561,13 @@ def weighs(func: Any, args: tuple, kwargs: dict[str, Any]) -> bool:
 
 def softmax_root(run: Run, func: Any, args: tuple, kwargs: dict, axis: Axis, slope: Any) -> Any:
     """The columns of a cross entropy or a log_softmax of any slope; None of another operation."""
-    if func is not F.cross_entropy and func not in LOGARITHMS:
+    kind = CRITERIA.get(func)
+    if kind not in ("softmax", "log_softmax"):
         return None
-    x, soft = wide(run.strip(args[0])), func is F.cross_entropy
+    x, soft = wide(run.strip(args[0])), kind == "softmax"
     dim = 1 if soft else argument(func, args, kwargs, "dim")
     if x.ndim < 2 or dim is None or dim % x.ndim == 0 or (run.n > 1 and (axis[0] != -x.ndim or axis[1] != 1)):
         return None
-    kind, name = ("softmax", "cross_entropy") if soft else ("log_softmax", "log_softmax")
-    call = kind, name, func, (x, *args[1:]), kwargs
+    call = kind, "cross_entropy" if soft else kind, func, (x, *args[1:]), kwargs
     term = Term(*call, frozenset({0}), x, axis, x, True, version(x), version(x))
     return columns(SimpleNamespace(leave=as_it_is), term, slope, [], run.n, convex=False)

@@ -212,9 +212,6 @@ def test_samples_are_followed_to_where_they_are_computed(f):
     assert_trees_close(batch_l2_grad(f)(P, X, Y), norms, EXACT)
 
 
-# Samples that are picked, permuted, repeated, or computed one by one are followed, and are right
-
-
 def test_a_sample_alone_meets_a_parameter_in_an_operation_without_a_rule():
     """The operation sees the tensor of the sample as it is there, with as many dims."""
     w, x = Numbers()(3), Numbers(1)(4, 3)
