@@ -43,15 +43,14 @@ pair: an invertible function with its inverse. Block: a pair whose input is free
 # parameters. Slot: what holds the output of a block.
 
 from invfunc import errors, kronecker, layers, pairs
-from invfunc.certificates.certified import certified
-from invfunc.chunked import chunked
+from invfunc.around import explain, reduced, together
+from invfunc.certified import certified
+from invfunc.chunks import chunked
 from invfunc.compiled import compiled
-from invfunc.core.split import outputs
-from invfunc.data_sets.distributed import distributed
-from invfunc.data_sets.streamed import streamed
+from invfunc.core.columns import outputs
+from invfunc.data_sets.streamed import distributed, streamed
 from invfunc.errors import InvFuncError, InvFuncWarning
-from invfunc.explain import explain
-from invfunc.functional.functional import functional
+from invfunc.functional import functional
 from invfunc.invertible.chain import chain, repeated
 from invfunc.invertible.checkpoint import invertible_checkpoint
 from invfunc.invertible.checks import check_inverse
@@ -61,7 +60,6 @@ from invfunc.pairs.pair import Invertible, invert, with_log_det
 from invfunc.products.eigenpairs import eigenpairs
 from invfunc.products.operators import estimate_diagonal, estimate_trace, linear_operator, linearize
 from invfunc.products.product import ggnvp, hvp
-from invfunc.reduced import reduced
 from invfunc.statistics.curvature import (
     batch_jacobian,
     diag_ggn,
@@ -82,7 +80,6 @@ from invfunc.statistics.first_order import (
     sum_grad_squared,
     variance,
 )
-from invfunc.together import together
 
 __version__ = "0.2.0"
 

@@ -32,7 +32,7 @@ from torch.nn import functional as F
 
 from invfunc._extras import extra
 from invfunc.errors import ArgumentError
-from invfunc.functional.functional import functional
+from invfunc.functional import functional
 from invfunc.kronecker.matrix import Kronecker
 from invfunc.products.product import hvp
 from invfunc.statistics.curvature import batch_jacobian, diag_ggn, diag_hessian, sqrt_ggn

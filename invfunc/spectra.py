@@ -12,8 +12,7 @@ from typing import Any
 
 import torch
 
-from invfunc._extras import ticking
-from invfunc._shown import axes
+from invfunc._extras import axes, ticking
 from invfunc._torch.functorch import transforming
 from invfunc._torch.precision import double_on
 from invfunc._torch.values import wide

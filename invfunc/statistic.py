@@ -20,10 +20,9 @@ from invfunc.core.explained import explained
 from invfunc.core.ways import Way, by_ways
 from invfunc.evaluation.engine import Engine
 from invfunc.evaluation.kinds import Drew
-from invfunc.plan import AxisName, Options
+from invfunc.plan import AxisName, Explanation, Options, joined
 from invfunc.reductions import Reduction
 from invfunc.reductions.reduction import GRADIENT, ColumnKind, Drawing, Quantity
-from invfunc.report import Explanation, joined
 from invfunc.transform import Transform
 
 T = TypeVar("T")

@@ -153,9 +153,6 @@ TOGETHER = 2**19
 """Numbers that the columns of one shared pass have at the largest site, if one column has not more; the budget, if that
 is less. Here the fastest, up to 2^22."""
 
-KEPT_READ = 2**22
-"""Numbers that are kept of what an operation reads while it is read again: a limit of memory."""
-
 FACTORED = 2**28
 """Numbers that are factored at a narrow layer at most, else it is left out: a limit of memory."""
 
@@ -164,7 +161,7 @@ MOVED = 2**24
 all are computed. A limit of memory."""
 
 
-# Heads of language models (operations/second_derivatives.py, core/split.py, products)
+# Heads of language models (operations/forms.py, core/columns.py, products)
 
 LOGITS = 2**22
 """Numbers of a tensor from which on it is not to be there several times: a cross entropy is taken for some rows at a
@@ -189,7 +186,7 @@ WIDENED = 2**24
 memory."""
 
 
-# Budgets of memory (budgeted.py)
+# Budgets of memory (chunks.py)
 
 TRIED_PASSES = 256
 """Chunks into which columns are divided at most: of those that are not drawn nobody knows the number beforehand."""

@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 from torch import nn
 
 from invfunc import functional
+from tests.core.programs import MODULES
 from tests.strategies import SIZES, Case, Numbers
 
 WIDTHS = st.integers(1, 3)
@@ -78,32 +79,13 @@ def convolutionals(draw) -> Case:
     return of_module(str(module), module, x)
 
 
-class Residual(nn.Module):
-    """A block of a ResNet, with the ways in which such blocks add."""
-
-    def __init__(self, width: int, in_place: bool):
-        super().__init__()
-        self.conv1, self.bn1 = nn.Conv2d(width, width, 3, padding=1, bias=False), nn.BatchNorm2d(width)
-        self.conv2, self.bn2 = nn.Conv2d(width, width, 3, padding=1, bias=False), nn.BatchNorm2d(width)
-        self.relu, self.in_place = nn.ReLU(inplace=in_place), in_place
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """Relu(x + what it learns)."""
-        y = self.bn2(self.conv2(self.relu(self.bn1(self.conv1(x)))))
-        if not self.in_place:
-            return self.relu(x + y)
-        y += x
-        return self.relu(y)
-
-
 @st.composite
-def residuals(draw) -> Case:
-    """A small ResNet whose BatchNorm is in eval mode."""
-    width, x = draw(st.integers(1, 2)), Numbers()(draw(SIZES), 1, 4, 4)
-    stem = [nn.Conv2d(1, width, 3, stride=2, bias=False), nn.BatchNorm2d(width), nn.ReLU(inplace=True)]
-    blocks = [Residual(width, draw(st.booleans())) for _ in range(draw(st.integers(1, 2)))]
-    module = nn.Sequential(*stem, *blocks, nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(width, 3))
-    return of_module("ResNet", module.eval(), x)
+def ordinary(draw) -> Case:
+    """The models of `tests/core/programs.py`."""
+    called, n = draw(st.sampled_from(list(MODULES))), draw(SIZES)
+    make, shape, tokens = MODULES[called]
+    x = Numbers().below(tokens, n, *shape) if tokens else Numbers()(n, *shape)
+    return of_module(called, make().eval(), x)
 
 
 @st.composite
@@ -115,31 +97,6 @@ def transformers(draw) -> Case:
     layer = nn.TransformerEncoderLayer(4, 2, 3, **options).train(training)
     shape = (draw(st.integers(1, 3)), draw(st.integers(1, 3)), 4)
     return of_module(f"transformer, {options}, train({training})", layer, Numbers()(*shape), at=1 - first)
-
-
-class Tokens(nn.Module):
-    """Patches, a class token, positions, attention, a head on the class token."""
-
-    def __init__(self, separate: bool):
-        super().__init__()
-        self.patches = nn.Conv2d(1, 4, 2, stride=2)
-        self.token, self.positions = nn.Parameter(torch.zeros(1, 1, 4)), nn.Parameter(torch.zeros(5, 4))
-        self.norm, self.attention = nn.LayerNorm(4), nn.MultiheadAttention(4, 2, batch_first=True)
-        self.head, self.separate = nn.Linear(4, 3), separate
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """[N, 1, 4, 4] to [N, 3]."""
-        x = self.patches(x).flatten(2).transpose(1, 2)
-        x = torch.cat([self.token.expand(x.shape[0], -1, -1), x], dim=1)
-        x = x + (self.positions[None] if self.separate else self.positions)
-        y = self.norm(x)
-        return self.head((x + self.attention(y, y, y, need_weights=self.separate)[0])[:, 0])
-
-
-@st.composite
-def vision_transformers(draw) -> Case:
-    """A class token by `expand` and `cat`, and a learned position for each token."""
-    return of_module("class token", Tokens(draw(st.booleans())), Numbers()(draw(SIZES), 1, 4, 4))
 
 
 class Language(nn.Module):
@@ -204,9 +161,8 @@ def plain_functions(draw) -> Case:
 MODELS = {
     "perceptron": perceptrons(),
     "convolutional": convolutionals(),
-    "ResNet": residuals(),
+    "ordinary": ordinary(),
     "transformer": transformers(),
-    "class token": vision_transformers(),
     "language": languages(),
     "plain function": plain_functions(),
 }

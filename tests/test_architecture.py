@@ -18,16 +18,16 @@ import torch.nn.functional as F
 import invfunc
 from invfunc import kronecker, pairs
 from tests.rows import BOTH, LOSS, ROWS
-from tests.size import CALLS, CEILINGS, NAMES, code_lines, cost
+from tests.size import CALLS, CEILINGS, NAMES, cost
 
 ROOT = Path(__file__).parents[1]
 PACKAGE = ROOT / "invfunc"
 SITE = ROOT / "notebooks" / "site"
 FLOORS = [
     {"thresholds"},
-    {"errors", "tree", "_torch", "_extras", "_nodes", "_shown", "report"},
+    {"errors", "tree", "_torch", "_extras", "plan"},
     {"linear_algebra"},
-    {"kronecker", "plan"},
+    {"kronecker"},
     {"operations"},
     {"arguments"},
     {"loss"},
@@ -41,24 +41,20 @@ FLOORS = [
         "transform",
         "statistic",
         "column_options",
-        "together",
-        "reduced",
+        "around",
         "operation",
-        "explain",
     },
     {"statistics", "products", "pairs", "spectra"},
-    {"budgeted", "certificates", "chunked", "compiled", "data_sets", "loaded", "plans"},
+    {"chunks", "compiled", "data_sets", "loaded", "plans"},
     {"blocks"},
     {"invertible"},
     {"layers", "laplace"},
-    {"__init__"},
-    {"testing", "_tour", "__main__"},
+    {"__init__", "certified", "testing", "__main__"},
 ]
 NAMESPACES = {"invfunc.kronecker.__init__", "invfunc.layers.__init__", "invfunc.pairs.__init__"}
 FILES = sorted(PACKAGE.rglob("*.py"))
 LONGEST = 790
 """Lines of a file, which are 150 to 500 where it can be: a run of f (core/run.py), its evaluation, blocks/run.py."""
-MOST_BRANCHES = 40
 
 
 def each_file(check):
@@ -152,7 +148,7 @@ class TestImports:
                 private.append(ast.unparse(node))
         assert not private
 
-    @pytest.mark.parametrize("called", ["testing/oracles", "testing/laws/loops", "certificates/loop"])
+    @pytest.mark.parametrize("called", ["testing/oracles", "testing/laws/loops"])
     def test_of_oracles_have_nothing_of_what_they_judge(self, called):
         """Plain loops and torch's own derivatives: of the package they take trees, errors, a tuple and one another."""
         allowed = (
@@ -162,7 +158,6 @@ class TestImports:
             "invfunc.testing.",
             "invfunc.reductions.estimates",
         )
-        allowed += ("invfunc.certificates.loop",)
         assert all(other.startswith(allowed) for other in inner_imports(PACKAGE / f"{called}.py"))
 
     @each_file
@@ -210,39 +205,11 @@ print((time.process_time() - between) / (between - start))
 FUNCTIONS = (ast.FunctionDef, ast.AsyncFunctionDef)
 
 
-def branches(function):
-    """McCabe's complexity of a function with those in it, as radon counts it: the ways through them that begin."""
-    count, waiting = 1, list(function.body)
-    while waiting:
-        node = waiting.pop()
-        match node:
-            case ast.If() | ast.IfExp() | ast.Assert():
-                count += 1
-            case ast.For() | ast.AsyncFor() | ast.While():
-                count += 1 + bool(node.orelse)
-            case ast.Try():
-                count += len(node.handlers) + bool(node.orelse)
-            case ast.BoolOp():
-                count += len(node.values) - 1
-            case ast.comprehension():
-                count += 1 + len(node.ifs)
-            case ast.Match():
-                count += len(node.cases) - any(getattr(c.pattern, "pattern", False) is None for c in node.cases)
-        if not isinstance(node, ast.Assert):
-            waiting += ast.iter_child_nodes(node)
-    return count
-
-
 @pytest.mark.quick
 class TestFiles:
     @each_file
     def test_are_short_enough_to_hold_in_the_head(self, file):
         assert len(file.read_text().splitlines()) <= LONGEST
-
-    @each_file
-    def test_have_functions_of_few_branches(self, file):
-        found = {f"{f.name}, line {f.lineno}": branches(f) for f in ast.walk(parsed(file)) if isinstance(f, FUNCTIONS)}
-        assert not {name: many for name, many in found.items() if many > MOST_BRANCHES}
 
     @each_file
     def test_say_what_they_are(self, file):
@@ -268,11 +235,6 @@ class TestCeilings:
     def test_a_warm_call_is_short(self, name):
         found = cost(name)
         assert all(x <= most for x, most in zip(found, CALLS[name][1:], strict=True)), found
-
-    def test_are_of_code_alone(self, tmp_path):
-        file = tmp_path / "one.py"
-        file.write_text('"""Text\n\nof a file."""\n\n# A comment\nx = """\na"""  # two lines\ny = (\n    1\n)\n')
-        assert code_lines(file) == 5
 
 
 @pytest.mark.quick

@@ -65,15 +65,6 @@ class TestScalarLosses:
 
     w, x = Numbers()(3, 3), Numbers(1)(4, 3)
 
-    def test_take_what_is_refused_without(self):
-        each = loop_batch_grad(lambda w, x: spectrum(x, w).square().sum(1) / 4)(self.w, self.x)
-        op = operation(spectrum)
-        assert_trees_close(batch_grad(lambda w, x: op(x, w).square().sum(1).mean())(self.w, self.x), each, EXACT)
-        with suppress(SampleAxisError):
-            assert_trees_close(
-                batch_grad(lambda w, x: spectrum(x, w).square().sum(1).mean())(self.w, self.x), each, EXACT
-            )
-
     def test_of_the_ggn(self):
         op, y = operation(spectrum), Numbers(2)(4, 3)
         found = diag_ggn(lambda w, x, y: F.mse_loss(op(x, w), y))(self.w, self.x, y)

@@ -1,7 +1,5 @@
 """reduced: a function of each parameter's quantity in its place, as soon as it is known."""
 
-from types import SimpleNamespace
-
 import pytest
 import torch
 import torch.nn.functional as F
@@ -14,7 +12,7 @@ from invfunc import reduced, tree
 from invfunc.errors import ArgumentError, ArgumentTypeError
 from invfunc.testing import assert_trees_close
 from tests.laws import composed
-from tests.networks import CLASSES, LOSSES, network, networks, samples_loss
+from tests.networks import LOSSES, network, networks, samples_loss
 from tests.rows import BOTH, LEAVES, MODEL, in_blocks, rows
 from tests.strategies import Numbers
 
@@ -53,32 +51,6 @@ def test_it_is_what_one_would_compute_afterwards(of, net, loss, form, data):
     assert_trees_close(of(reduced(t(), weighed))(*args), expected(t(), weighed, args), EXACT, FLOOR)
 
 
-def shifted(p, x):
-    """Whose shifts have as shares what is sent back to them."""
-    return ((x + p["a"]) + p["b"]).tanh() @ p["w"] + p["c"] + p["d"]
-
-
-@pytest.mark.parametrize("form", ["[N]", "mean", "model"])
-@pytest.mark.parametrize("called", ALL)
-def test_it_may_write_to_what_it_is_given(called, form):
-    """To all of the memory: nothing else is there."""
-    if form == "model" and called not in EITHER:
-        return
-    rand = Numbers()
-    params = {name: rand(CLASSES) for name in "abcd"} | {"w": rand(CLASSES, CLASSES)}
-    x = rand(4, CLASSES)
-    net = SimpleNamespace(f=shifted, params=params, x=x, n=len(x))
-    functions, args = arranged(net, LOSSES[0], form)
-
-    def written(path, tensor):
-        number = weighed(path, tensor)
-        tensor.fill_(torch.nan)
-        return number
-
-    found, wanted = (reduced(ALL[called].make(*functions), fn)(*args) for fn in (written, weighed))
-    assert_trees_close(found, wanted, EXACT)
-
-
 @pytest.mark.quick
 @pytest.mark.parametrize("called", ALL)
 class TestCalls:
@@ -86,15 +58,6 @@ class TestCalls:
     def made(called):
         functions, args = arranged(network("perceptron", 3), LOSSES[0], "mean")
         return ALL[called].make(*functions), args
-
-    def test_once_for_each_parameter_with_its_path(self, called):
-        t, args = self.made(called)
-        paths = []
-        found = reduced(t, lambda path, tensor: paths.append(path) or tuple(tensor.shape))(*args)
-        named = tree.named_leaves(args[0])
-        assert sorted(paths) == sorted(path for path, _ in named)
-        shapes = [tuple(x.shape) for x in tree.leaves(self.made(called)[0](*args))]
-        assert [found[i][j] for i, layer in enumerate(args[0]) for j in range(len(layer))] == shapes
 
     def test_what_was_given_is_gone_when_the_next_is_formed(self, called):
         """Whoever keeps a small number of each parameter never pays for the tensors of two of them."""

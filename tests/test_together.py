@@ -1,7 +1,5 @@
 """together: several statistics from one forward pass, each as it is alone."""
 
-from functools import partial
-
 import pytest
 import torch
 import torch.nn.functional as F
@@ -94,42 +92,6 @@ def model(w, x):
 
 def loss(w, x, y):
     return F.mse_loss(model(w, x), y)
-
-
-def test_it_draws_what_one_call_draws():
-    """Each statistic sees the same dropout, and the global generator goes on as after one call."""
-
-    def dropped(w, x, y):
-        return F.mse_loss(F.dropout(x @ w, 0.5), y)
-
-    t = invfunc.batch_grad(dropped), invfunc.sum_grad_squared(dropped), invfunc.diag_ggn(dropped)
-    alone = []
-    for one in t:
-        torch.manual_seed(0)
-        alone.append(one(W, X, Y))
-    after = torch.get_rng_state()
-    torch.manual_seed(0)
-    assert_trees_close(together(*t)(W, X, Y), tuple(alone), EXACT)
-    assert torch.equal(torch.get_rng_state(), after)
-
-
-class TestOptions:
-    @pytest.mark.parametrize("over", ["outputs", "samples", "params"])
-    def test_in_chunks(self, over):
-        makers = [
-            invfunc.diag_ggn,
-            partial(invfunc.diag_hessian, per_sample=True),
-            invfunc.sqrt_ggn,
-            SECOND["diag_ggn drawn"],
-            partial(invfunc.kfac, fisher="exact"),
-        ]
-        alone = tuple(make(model, F.mse_loss)(W, X, Y) for make in makers)
-        found = chunked(together(*[make(model, F.mse_loss) for make in makers]), 2, over=over)
-        assert_trees_close(found(W, X, Y), alone, EXACT)
-        of_losses = invfunc.variance(loss), invfunc.batch_grad(loss), invfunc.grad_and_variance(loss)
-        if over != "outputs":
-            found = chunked(together(*of_losses), 2, over=over)(W, X, Y)
-            assert_trees_close(found, tuple(t(W, X, Y) for t in of_losses), EXACT)
 
 
 class TestRefusals:

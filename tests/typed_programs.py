@@ -10,8 +10,8 @@ from torch import Tensor
 import invfunc
 from invfunc.invertible.checks import InverseReport
 from invfunc.kronecker import Kronecker
+from invfunc.plan import Explanation
 from invfunc.reductions.estimates import Estimate, NoiseScale
-from invfunc.report import Explanation
 
 Params = dict[str, Tensor]
 

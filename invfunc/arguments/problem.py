@@ -110,8 +110,8 @@ class BoundProblem:
         if dim is None:
             return given
         if isinstance(given, torch.Tensor):
-            return trace.samples(given, Axis(dim % given.ndim))
-        return tree.map_tensors(lambda x: trace.samples(x, Axis(dim % x.ndim)), given)
+            return trace.samples(given, (dim % given.ndim - given.ndim, 1, 1))
+        return tree.map_tensors(lambda x: trace.samples(x, (dim % x.ndim - x.ndim, 1, 1)), given)
 
     def fixed(self) -> list[torch.Tensor]:
         """The tensors that all samples share."""

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 
 from invfunc import tree
-from invfunc._shown import kind, table
+from invfunc._extras import kind, table
 from invfunc._torch.precision import doubled
 from invfunc._torch.values import checked_at_the_end
 from invfunc.errors import ArgumentError, ArgumentTypeError
@@ -181,16 +181,16 @@ class Kronecker:
 
     def __post_init__(self) -> None:
         fits = isinstance(self.factors, tuple | list)
-        leaves = self._parts if fits else tree.leaves(self)
+        values = () if self.values is None else (self.values,)
+        leaves = [*self.factors, *values] if fits else tree.leaves(self)
         if not fits or not all([isinstance(x, torch.Tensor) and x.is_floating_point() for x in leaves]):
             if any(isinstance(x, torch.fx.Proxy) for x in leaves):
                 return  # torch.compile at work
             given = ", ".join(str(getattr(x, "dtype", type(x).__name__)) for x in leaves)
             raise ArgumentTypeError(f"Kronecker: wanted is a tuple of floating-point tensors; these came: {given}.")
-        object.__setattr__(self, "factors", tuple(self.factors))
-        object.__setattr__(self, "groups", tuple(map(tuple, self.groups)))
-        object.__setattr__(self, "shape", torch.Size(self.shape))
-        object.__setattr__(self, "blocks", None if self.blocks is None else tuple(self.blocks))
+        own = vars(self)  # as they are frozen
+        own["factors"], own["groups"] = tuple(self.factors), tuple(map(tuple, self.groups))
+        own["shape"], own["blocks"] = torch.Size(self.shape), self.blocks and tuple(self.blocks)
         self._check()
 
     def __repr__(self) -> str:
@@ -346,16 +346,8 @@ class Kronecker:
         shape = self.shape if self.blocks is None else matrices.part(self.shape, self.blocks)
         sizes = list[int]()
         for group in self.groups:
-            size = 1
-            for d in group:
-                size *= shape[d]
-            sizes.append(size)
+            sizes.append(math.prod(map(shape.__getitem__, group)))
         return sizes
-
-    @property
-    def _parts(self) -> list[torch.Tensor]:
-        """The factors, and the values where there are any."""
-        return [*self.factors] if self.values is None else [*self.factors, self.values]
 
     def _check(self) -> None:
         """Before every use, as there is an axis more in what a vmap returned."""

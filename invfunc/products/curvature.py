@@ -15,12 +15,13 @@ import torch
 
 from invfunc import thresholds
 from invfunc._torch.graphs import node_of, nodes_of
+from invfunc.core.columns import CRITERIA, Finder
 from invfunc.core.hessian import CallsRun
 from invfunc.core.marks import Unsupported, spelled, tensors
-from invfunc.core.split import CRITERIA, Axis, Finder
 from invfunc.core.tables import POINTWISE
 from invfunc.errors import ArgumentError, unreached
 from invfunc.loss.square_root import Columns
+from invfunc.operations.axis import back, exposed
 from invfunc.products.given import (
     Direction,
     Following,
@@ -39,7 +40,7 @@ class OutputRows:
 
     def __init__(self, split: ScopedSplit, columns: Sequence[Columns]) -> None:
         self.n, self.values = split.n, [Kind.of(z) for z in split.values]
-        self.places = [(r.ordinal, r.axis) for r in split.roots] or [(0, Axis(0))]
+        self.places = [(r.ordinal, r.axis) for r in split.roots] or [(0, (-1, 1, 1))]
         self.blocks = [made.block(0, made.count, slice(None)).left for made in columns if made.count]
         self.counts = [len(next(iter(left.values()))) for left in self.blocks]
         kinds = [c.dtype for left in self.blocks for c in left.values()] + [z.dtype for z in self.values]
@@ -51,10 +52,10 @@ class OutputRows:
         """`R[v, n] . t[n]` of tangents at the outputs: `[V, N]`, or `[K, V, N]` of several."""
         several = [x if x is None or pull.batched else x.unsqueeze(0) for x in t]
         given = [(i, axis, x) for (i, axis), x in zip(self.places, several, strict=True) if x is not None]
-        exposed = {i: self._flat(axis.expose(x, self.n, 1)) for i, axis, x in given}
-        if not exposed or not self.blocks:
+        tangents = {i: self._flat(exposed(x, axis, self.n, 1)) for i, axis, x in given}
+        if not tangents or not self.blocks:
             return [None]
-        found = torch.cat([self._products(left, exposed) for left in self.blocks], 1)
+        found = torch.cat([self._products(left, tangents) for left in self.blocks], 1)
         return [found if pull.batched else found.squeeze(0)]
 
     def sent(self, u: Vectors, pull: Pull) -> Vectors:
@@ -69,7 +70,7 @@ class OutputRows:
                 x = x.reshape(len(x), *s.shape[1:])
                 found[i] = found[i] + x if i in found else x
         places = zip(self.places, self.values, strict=True)
-        whole = [axis.restore(found[i], self.n, 1).to(z.dtype) if i in found else None for (i, axis), z in places]
+        whole = [back(found[i], z.shape, axis, self.n).to(z.dtype) if i in found else None for (i, axis), z in places]
         return [x if x is None or pull.batched else x.squeeze(0) for x in whole]
 
     def _products(self, left: dict[int, torch.Tensor], exposed: dict[int, torch.Tensor]) -> torch.Tensor:

@@ -12,8 +12,7 @@ import torch
 import torch.nn.functional as F
 
 from invfunc import thresholds, tree
-from invfunc._extras import ticking
-from invfunc._shown import kind
+from invfunc._extras import kind, ticking
 from invfunc._torch.functorch import innermost, transforming
 from invfunc._torch.generators import set_states, state_of
 from invfunc._torch.precision import double_on, doubled
@@ -29,14 +28,13 @@ from invfunc.errors import ArgumentError, InvFuncError
 from invfunc.kronecker.matrix import LowRank, Whole
 from invfunc.linear_algebra.matrices import Damping, damped, wide
 from invfunc.loss.square_root import Columns, rooted
-from invfunc.operations.second_derivatives import TwiceDifferentiable
-from invfunc.plan import Options
+from invfunc.operations.forms import TwiceDifferentiable
+from invfunc.plan import Explanation, Options
 from invfunc.products.curvature import OutputRows, of_root
 from invfunc.products.given import Direction, Kind, Linear, ProductArguments, Pull, Scope, States, Vectors
 from invfunc.products.product import Space, check_product, ggnvp, names_of, space_of, through
 from invfunc.reductions.columns import ProductsOfColumns
 from invfunc.reductions.reduction import ColumnKind, Drawing, Quantity
-from invfunc.report import Explanation
 from invfunc.spectra import largest
 from invfunc.transform import ArgumentNames, Transform, told
 

@@ -39,16 +39,15 @@ from invfunc.arguments.problem import (
     problem,
     with_aux,
 )
-from invfunc.core import split as core
-from invfunc.core.columns import lost
+from invfunc.core import columns as core
+from invfunc.core.columns import CRITERIA, Finder, Output, lost, marked_for
 from invfunc.core.marks import LEAF, SUMMED, Mark, Node, Unsupported, know, option
 from invfunc.core.refusals import refused_by
 from invfunc.core.run import Run
-from invfunc.core.split import CRITERIA, Axis, Finder, Output, marked_for
 from invfunc.errors import ArgumentError, SplitError, unreached, written
 from invfunc.loss.hessian import by_rows, hessian, pulled_back, pulled_rows, softmax_product, structured
 from invfunc.loss.square_root import FormedColumns
-from invfunc.operations.second_derivatives import TwiceDifferentiable
+from invfunc.operations.forms import TwiceDifferentiable
 
 Vectors = list[torch.Tensor | None]
 """A tensor for each input, or for each output; None stands for zeros."""
@@ -342,7 +341,7 @@ class ScopedSplit(core.Split):
         for x, y, d in zip(plain, turned, dims, strict=True):
             if x is not None and y is not None and not near(signed(x, d), y.detach(), x.detach().abs().amax()):
                 return 1, roots
-        return n, [Output(r.ordinal, r.value, Axis(d)) for r, d in zip(roots, dims, strict=True)]
+        return n, [Output(r.ordinal, r.value, (d - r.value.ndim, 1, 1)) for r, d in zip(roots, dims, strict=True)]
 
 
 States = list[tuple[torch.Generator, torch.Tensor]]
@@ -636,7 +635,6 @@ class Following(Run):
         super().__init__(n, False)
         self.scope, self.level, self.alone = scope, scope.level or None, False
         self.criterion = self.finder = finder
-        finder.n = n
 
     def leaf(self, i: int, p: torch.Tensor) -> torch.Tensor:
         leaf = self.scope.enter(p)
@@ -646,7 +644,7 @@ class Following(Run):
 
     def samples(self, x: torch.Tensor, axis: Any) -> torch.Tensor:
         y = self.scope.alias(x)
-        know(y, Mark(self.token, (axis.dim - y.ndim, 1, 1), y.requires_grad))
+        know(y, Mark(self.token, axis, y.requires_grad))
         return y
 
     def alias(self, x: torch.Tensor) -> torch.Tensor:

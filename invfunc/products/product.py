@@ -16,10 +16,9 @@ from invfunc.arguments.problem import BoundProblem, InDims, check_params, of_num
 from invfunc.callables import check_callable, check_choice, check_count, check_functions, check_generator, describe
 from invfunc.column_options import fisher_columns, spelled
 from invfunc.errors import ArgumentError, ArgumentTypeError, InvFuncError
-from invfunc.evaluation.engine import check_joined
-from invfunc.evaluation.fold import JointFold
+from invfunc.evaluation.engine import JointFold, check_joined
+from invfunc.evaluation.kinds import LossPart
 from invfunc.evaluation.processes import ALONE, Processes, named, same, whole
-from invfunc.evaluation.weights import LossPart
 from invfunc.plan import Options
 from invfunc.products.curvature import of_fisher, of_ggn, of_hessian, of_positive_hessian
 from invfunc.products.given import Kind, Linear, ProductArguments

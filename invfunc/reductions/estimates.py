@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 import torch
 
 from invfunc import tree
-from invfunc._shown import table
+from invfunc._extras import table
 from invfunc._torch.precision import double_on, doubled
 from invfunc.errors import ArgumentError, ArgumentTypeError
 from invfunc.linear_algebra.contract import summed

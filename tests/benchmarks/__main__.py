@@ -5,31 +5,25 @@ from __future__ import annotations
 import argparse
 import math
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
-from typing import NoReturn
 
 import torch
 
-from .chain_ways import INSTALL_PEERS, missing
+from .chains import INSTALL_PEERS, SMALL_CHAIN, small_chain
 from .graphs import GRAPHS, graphs
 from .measure import difference, medians, peak_here, peak_in_a_process
 from .module_blocks import MODULE_BLOCKS, module_blocks
 from .peers import INSTALL, OURS, Call, Problem, Result, has, plain_gradient
 from .plans import PLANS, plans
-from .readme import CASES as README_CASES
 from .readme import README_TABLE, numbers, peak
 from .report import announce, cells, difference_cell, mebibytes, print_table
-from .reversible import MEMORY_CASES, MEMORY_TABLE, REVERSIBLE, activation_memory
-from .second_order import DRAWN
-from .tables import GRADIENT, TABLES, Case, Table
+from .tables import DRAWN, GRADIENT, TABLES, Case, Table
 
 _EXPECTED = "Full backward hook is firing", "There is a performance drop"  # BackPACK's first layer; vmap of attention
 _FAILS = "Extension saving to"  # BackPACK leaves out a module that it does not know
-_OTHERS = REVERSIBLE | {MODULE_BLOCKS: module_blocks, PLANS: plans, GRAPHS: graphs}
-_OTHERS |= {README_TABLE: numbers}
-_OF_ONE_CASE = {MEMORY_TABLE: activation_memory, README_TABLE: peak}
+_OTHERS = {SMALL_CHAIN: small_chain, MODULE_BLOCKS: module_blocks, PLANS: plans, GRAPHS: graphs, README_TABLE: numbers}
 
 
 def main(argv: Sequence[str] | None = None) -> None:
@@ -40,9 +34,9 @@ def main(argv: Sequence[str] | None = None) -> None:
         warnings.filterwarnings("ignore", text)
     warnings.filterwarnings("error", _FAILS)
     if options.memory_case:
-        name, row, peer = options.memory_case
-        if name in _OF_ONE_CASE:
-            print(_OF_ONE_CASE[name]((row, peer), options.device))
+        name, row, peer = options.memory_case.split("/")
+        if name == README_TABLE:
+            print(peak((row, peer), options.device))
             return
         problem = TABLES[name].problem().to(options.device)
         print(peak_here(TABLES[name].peers()[row, peer](problem), options.device))
@@ -50,8 +44,6 @@ def main(argv: Sequence[str] | None = None) -> None:
     for peer, install in INSTALL.items():
         if not has(peer) and set(options.only) & set(TABLES):
             print(f"{peer} is missing, its columns stay empty: {install}\n")
-    if missing() and set(options.only) & set(REVERSIBLE):
-        print(f"{' and '.join(missing())}: missing, the rows stay empty: {INSTALL_PEERS}\n")
     if options.device.type == "cuda":
         print(f"{options.device}: {torch.cuda.get_device_name(options.device)}, torch {torch.__version__}\n")
     for name in options.only:
@@ -110,13 +102,8 @@ def _first_calls(table: Table, problem: Problem) -> tuple[dict[Case, Call], dict
     return calls, differences, failures
 
 
-class _Parser(argparse.ArgumentParser):
-    def error(self, message: str) -> NoReturn:
-        self.exit(2, f"{self.prog}: {message}\n")  # one line, without the usage in front
-
-
 def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
-    parser = _Parser(
+    parser = argparse.ArgumentParser(
         prog="python -m tests.benchmarks",
         description="Time and peak memory of invfunc, BackPACK, Opacus and plain vmap, and of reversible chains beside "
         "MemCNN and invtorch: seconds from interleaved calls in one process on one thread, memory from a process a "
@@ -124,46 +111,15 @@ def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
     )
     names = [*TABLES, *_OTHERS]
     parser.add_argument("--only", nargs="+", choices=names, default=names, metavar="TABLE", help=", ".join(names))
-    parser.add_argument("--device", type=_device, default="cpu", help="cpu or a CUDA device (default: cpu)")
-    parser.add_argument("--repeats", type=_count("rounds"), default=7, help="rounds of each median (default: 7)")
+    parser.add_argument("--device", type=torch.device, default="cpu", help="cpu or a CUDA device (default: cpu)")
+    parser.add_argument("--repeats", type=int, default=7, help="rounds of each median (default: 7)")
     parser.add_argument("--readme", action="store_true", help="measure README's numbers alone, and write them there")
     parser.add_argument("--no-memory", action="store_true", help="measure seconds only")
-    parser.add_argument("--memory-case", type=_case, help=argparse.SUPPRESS)
+    parser.add_argument("--memory-case", help=argparse.SUPPRESS)
     options = parser.parse_args(argv)
     if options.readme:
         options.only = [README_TABLE]
     return options
-
-
-def _device(text: str) -> torch.device:
-    try:
-        device = torch.device(text)
-        torch.zeros(1, device=device)
-    except (RuntimeError, AssertionError):
-        raise argparse.ArgumentTypeError(f"torch cannot compute on {text!r} here") from None
-    if device.type not in ("cpu", "cuda"):
-        raise argparse.ArgumentTypeError(f"cpu or a CUDA device is wanted, not {text!r}")
-    return device
-
-
-def _count(things: str) -> Callable[[str], int]:
-    def count(text: str) -> int:
-        if not (text.isdecimal() and int(text) >= 1):
-            raise argparse.ArgumentTypeError(f"a number of {things} from 1 on is wanted, not {text!r}")
-        return int(text)
-
-    return count
-
-
-def _case(text: str) -> tuple[str, str, str]:
-    table, row, peer = (text.split("/") + ["", ""])[:3]
-    of_tables = {MEMORY_TABLE: MEMORY_CASES, README_TABLE: README_CASES} | {
-        name: TABLES[name].peers() for name in TABLES
-    }
-    cases = of_tables.get(table, ())
-    if (row, peer) not in cases:
-        raise argparse.ArgumentTypeError(f"TABLE/ROW/PEER is wanted, not {text!r}")
-    return table, row, peer
 
 
 if __name__ == "__main__":

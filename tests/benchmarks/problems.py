@@ -35,20 +35,6 @@ def three_c_three_d() -> Problem:
     return Problem(nn.Sequential(*layers), F.cross_entropy, torch.rand(32, 3, 32, 32), torch.randint(10, (32,)))
 
 
-def transformer() -> Problem:
-    """A classifier: the mean over positions of four layers of `nn.TransformerEncoder`."""
-    torch.manual_seed(0)
-    model = nn.Sequential(_encoder(), _Mean(), nn.Linear(128, 10))
-    return Problem(model, F.cross_entropy, torch.randn(16, 64, 128), torch.randint(10, (16,)))
-
-
-def lstm() -> Problem:
-    """A classifier: the last state of an LSTM of 64 units, in the layout that BackPACK takes."""
-    torch.manual_seed(0)
-    model = nn.Sequential(nn.LSTM(64, 64, batch_first=True), _LastState(), nn.Linear(64, 10))
-    return Problem(model, F.cross_entropy, torch.randn(16, 32, 64), torch.randint(10, (16,)))
-
-
 def tiny() -> Problem:
     """A net so small that a call costs what its Python costs."""
     torch.manual_seed(0)
@@ -73,16 +59,6 @@ def gpt(samples: int = 8) -> Problem:
     torch.manual_seed(0)
     words = torch.randint(1000, (samples, 129))
     return Problem(_GPT(1000, 128), F.cross_entropy, words[:, :-1], words[:, 1:])
-
-
-def _encoder() -> nn.Module:
-    layer = nn.TransformerEncoderLayer(128, 4, dim_feedforward=512, dropout=0.0, batch_first=True)
-    return nn.TransformerEncoder(layer, 4, enable_nested_tensor=False)
-
-
-class _Mean(nn.Module):
-    def forward(self, x: Tensor) -> Tensor:
-        return x.mean(1)
 
 
 class _Residual(nn.Module):
@@ -112,8 +88,3 @@ class _GPT(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         h = self.words(x) + self.places(torch.arange(x.shape[1], device=x.device))
         return self.head(self.layers(h, mask=self.mask, is_causal=True)).mT
-
-
-class _LastState(nn.Module):
-    def forward(self, out: tuple[Tensor, tuple[Tensor, Tensor]]) -> Tensor:
-        return out[0][:, -1]

@@ -16,13 +16,12 @@ from torch.nn import functional as F
 
 import invfunc
 
-from .chain_ways import MERGED, PLAIN
-from .chains import Chain, Way, leaves
-from .first_order import FIRST_ORDER
+from .chains import MERGED, PLAIN, Chain, Way, leaves
 from .measure import ROOT, medians, peak_here, peak_in_a_process
 from .peers import BACKPACK, FUNC, OURS, Call, Problem, backpack_diag_ggn, plain_gradient, transformed
 from .problems import autoencoder, three_c_three_d
 from .report import announce
+from .tables import FIRST_ORDER
 
 README_TABLE = "readme"
 PAGE = ROOT / "README.md"
@@ -107,7 +106,6 @@ ROWS = {
         f"Gradient of {DEPTH} reversible blocks", partial(_chain, MERGED), "plain autograd", partial(_chain, PLAIN)
     ),
 }
-CASES = {(row, peer) for row in ROWS for peer in (OURS, "peer")}
 
 
 def peak(case: tuple[str, str], device: torch.device) -> int:

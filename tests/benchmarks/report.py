@@ -24,13 +24,6 @@ def cells(row: str, times: Mapping[Case, float], peaks: Mapping[Case, float]) ->
     return found | {f"{peer} MiB": mebibytes(peaks.get((row, peer))) for peer in PEERS}
 
 
-def verdict(value: float | None, limit: float) -> str:
-    """Says if a value is within a limit."""
-    if value is None or math.isnan(value):
-        return number(value)
-    return f"{value:.2f} <= {limit:g} {'yes' if value <= limit else 'NO'}"
-
-
 def difference_cell(value: float | None) -> str:
     """A relative difference, where two results were compared."""
     return "-" if value is None else f"{value:.0e}"

@@ -194,43 +194,6 @@ class TestAreWhatTheFunctionIsWithoutCheckpoints:
         assert_trees_close(of_one(invertible_checkpoint), of_one(lambda pair: pair), 1e-9)
 
 
-STATES = {
-    "batch norm": lambda: nn.BatchNorm1d(WIDTH),
-    "cumulative": lambda: nn.BatchNorm1d(WIDTH, momentum=None),
-    "spectral norm": lambda: nn.utils.parametrizations.spectral_norm(nn.Linear(WIDTH, WIDTH)),
-}
-
-
-class TestModulesInTrainMode:
-    """Buffers that they write are dropped, as by `functional` without blocks."""
-
-    class Net(nn.Module):
-        def __init__(self, kind: str, form: str, wrap):
-            super().__init__()
-            torch.manual_seed(0)
-            self.F, self.G = (STATES[kind]().double() for _ in range(2))
-            pairs = {
-                "modules": lambda: additive_coupling(self.F, self.G),
-                "one module": lambda: additive_coupling(self.F, lambda a: self.F(a).sin()),
-                "functions": lambda: Invertible(
-                    lambda x: (x[0] + self.F(x[1]), x[1]), lambda y: (y[0] - self.F(y[1]), y[1])
-                ),
-            }
-            self.block = wrap(pairs[form]())
-
-        def forward(self, x: torch.Tensor) -> torch.Tensor:
-            a, b = self.block(self.block((x, x.cos())))
-            return (a.sin() * b).sum(0)
-
-    @pytest.mark.parametrize("how", ["grad", "jacrev", "vjp", "grad(grad)", "backward"])
-    @settings(max_examples=6)
-    @given(kind=st.sampled_from(sorted(STATES)), form=st.sampled_from(["modules", "one module", "functions"]))
-    def test_of_parameters_that_are_put_in(self, how, kind, form):
-        nets = [self.Net(kind, form, wrap) for wrap in (lambda pair: pair, invertible_checkpoint)]
-        p, x = {k: v * 1.25 for k, v in functional(nets[0])[1].items()}, Numbers(3)(5, WIDTH)
-        same([lambda net=net: OF_FUNCTIONS[how](lambda p, _: functional(net)[0](p, x), p) for net in nets])
-
-
 class TestTheRest:
     @pytest.mark.parametrize("kind", Net.KINDS)
     def test_a_pullback_after_other_parameters_were_put_in(self, kind):

@@ -111,12 +111,6 @@ def a_row_in_place(p, x, y):
     return rows(z)
 
 
-def a_column_in_place(p, x, y):
-    z = (x @ p["w"]).clone()
-    z[:, 0].mul_(3)
-    return rows(z)
-
-
 def input_in_place(p, x, y):
     h = x.clone()
     z = h @ p["w"]
@@ -174,33 +168,9 @@ def weight_by_no_grad(p, x, y):
     return rows(x @ (p["w"] / scale))
 
 
-def spectral(p, x, y):
-    return rows(x @ (p["w"] / torch.linalg.matrix_norm(p["w"], 2)))
-
-
-def inside_grad(p, x, y):
-    return vmap(grad(lambda r: (r @ p["w"]).cos().sum()))(x).sum(1)
-
-
-def inside_grad_of_sum(p, x, y):
-    return rows(grad(lambda x: (x @ p["w"]).cos().sum())(x))
-
-
-def inside_grad_mixed(p, x, y):
-    return rows(grad(lambda x: (x @ p["w"]).sum(0).cos().sum())(x))
-
-
-def inside_jvp(p, x, y):
-    return rows(jvp(lambda x: (x @ p["w"]).sin(), (x,), (y,))[1])
-
-
 def inside_vjp(p, x, y):
     z, pull = vjp(lambda x: (x @ p["w"]).sin(), x)
     return rows(pull(y)[0])
-
-
-def inside_jacobian(p, x, y):
-    return vmap(jacrev(lambda r: (r @ p["w"]).sin()))(x).square().sum((1, 2))
 
 
 def inside_gradient_of_w(p, x, y):
@@ -234,15 +204,6 @@ def inside_autograd_of_w_for_each(p, x, y):
     return torch.stack([(r @ (p["w"] + d)).square().sum() for r, d in zip(x, each, strict=True)])
 
 
-def batch_norm(p, x, y):
-    return rows(F.batch_norm(x @ p["w"], None, None, p["b"], None, training=True))
-
-
-def batch_norm_by_hand(p, x, y):
-    z = x @ p["w"]
-    return rows((z - z.mean(0)) / (z.var(0, correction=0) + 1).sqrt())
-
-
 def ghost_batch_norm(p, x, y):
     """The samples as channels of one image."""
     z = (x @ p["w"]).view(1, -1, 4)
@@ -259,37 +220,9 @@ def contrastive_mean(p, x, y):
     return F.cross_entropy(a @ b.T, torch.arange(len(x)))
 
 
-def distances(p, x, y):
-    return torch.cdist(x @ p["w"], x @ p["w"]).sum(1)
-
-
 def reshaped_in(p, x, y):
     z = (x @ p["w"]).flatten()
     return rows(F.layer_norm(z, z.shape).view(-1, 4))
-
-
-def two_axes(p, x, y):
-    z = x @ p["w"]
-    return z.T.reshape(-1)[: len(x)].square() + rows(z)
-
-
-def transposed_sum(p, x, y):
-    """Features as if they were samples, where their numbers are equal."""
-    z = x @ p["w"]
-    return (z + z.T).square().sum(1) if len(x) == 4 else rows(z)
-
-
-def features_are_returned(p, x, y):
-    return (x @ p["w"]).square().sum(0)[: len(x)]
-
-
-def weights_of_samples(p, x, y):
-    """A parameter with an entry for each sample."""
-    return p["w"].reshape(-1)[: len(x)] * x.sum(1)
-
-
-def weights_of_samples_in_rows(p, x, y):
-    return rows(x[: len(p["w"])] * p["w"][: len(x)]) if len(x) <= 4 else rows(x * p["b"])
 
 
 def expanded_weight(p, x, y):
@@ -323,18 +256,6 @@ def weight_of_the_data(p, x, y):
     return rows(x @ (p["w"] + w))
 
 
-def weight_of_a_sum(p, x, y):
-    return rows(x @ p["w"]) * (x @ p["v"]).sum()
-
-
-def data_and_sum(p, x, y):
-    return (x - x.mean(0)).matmul(p["w"]).square().sum(1)
-
-
-def loops(p, x, y):
-    return torch.stack([(r @ p["w"]).square().sum() for r in x])
-
-
 def loops_mixed(p, x, y):
     h, out = torch.zeros(4, dtype=x.dtype), []
     for r in x:
@@ -350,19 +271,6 @@ def loop_sum(p, x, y):
     return total
 
 
-def two_losses(p, x, y):
-    return rows(x @ p["w"]).mean() + rows(y @ p["v"]).sum()
-
-
-def mean_and_regulariser(p, x, y):
-    return rows(x @ p["w"]).mean() + p["w"].square().sum()
-
-
-def sums_of_different_things(p, x, y):
-    z = x @ p["w"]
-    return z.square().sum() / z.shape[0] + z.sum(0).square().sum()
-
-
 def scatter(p, x, y):
     z = x @ p["w"]
     i = torch.zeros(len(x), 4, dtype=torch.long)
@@ -373,23 +281,6 @@ def scatter_features(p, x, y):
     z = x @ p["w"]
     i = (x > 0).long()
     return rows(torch.zeros_like(z).scatter_add(1, i, z))
-
-
-def index_add(p, x, y):
-    z = x @ p["w"]
-    return rows(z.clone().index_add_(0, torch.zeros(len(x), dtype=torch.long), z))
-
-
-def index_put(p, x, y):
-    z = (x @ p["w"]).clone()
-    z[torch.tensor([0])] = z[torch.tensor([-1])]
-    return rows(z)
-
-
-def masked_rows(p, x, y):
-    z = (x @ p["w"]).clone()
-    z[x[:, 0] > 0] = 0
-    return rows(z)
 
 
 def masked_entries(p, x, y):
@@ -419,35 +310,6 @@ def checkpointed(reentrant):
         return rows(checkpoint(lambda w, x: (x @ w).sin() + p["b"], p["w"], x, use_reentrant=reentrant))
 
     return f
-
-
-def checkpointed_mixed(p, x, y):
-    return rows(checkpoint(lambda w, x: (x @ w).softmax(0), p["w"], x, use_reentrant=False))
-
-
-def closure_of_params(p, x, y):
-    """A leaf by another way: the storage of the parameter as a new tensor."""
-    return rows(x @ p["w"]) + rows(x @ p["w"].data.sin())
-
-
-def detached(p, x, y):
-    z = x @ p["w"]
-    return rows(z * z.detach().sigmoid()) + rows(z - z.detach().mean(0))
-
-
-def detached_softmax(p, x, y):
-    z = x @ p["w"]
-    return rows(z * z.detach().softmax(0))
-
-
-def fill_diagonal(p, x, y):
-    z = x @ p["w"]
-    return rows((z @ z.T).fill_diagonal_(0))
-
-
-def triu(p, x, y):
-    z = x @ p["w"]
-    return rows(z.triu())
 
 
 def hidden_weight(p, x, y):
@@ -512,133 +374,14 @@ def unused_batch_norm(p, x, y):
     return rows(z)
 
 
-def flip(p, x, y):
-    return rows((x @ p["w"]).flip(0) * y)
-
-
-def flipped_twice(p, x, y):
-    return rows((x.flip(0) @ p["w"]).flip(0) * y)
-
-
 def permuted_and_back(p, x, y):
     i = torch.arange(len(x)).roll(1)
     return rows(((x[i] @ p["w"])[i.argsort()]) * y)
 
 
-def mixup(p, x, y):
-    return rows((0.5 * x + 0.5 * x.roll(1, 0)) @ p["w"])
-
-
-def kron(p, x, y):
-    return rows(torch.kron(x, p["b"][None]))
-
-
-def outer_products(p, x, y):
-    return torch.einsum("ni,mj,ij->n", x, y, p["w"])
-
-
-def einsum_of_samples(p, x, y):
-    return torch.einsum("ni,nj,ij->n", x, y, p["w"])
-
-
-def bilinear(p, x, y):
-    return rows(F.bilinear(x, y, p["w"][None]))
-
-
-def quadratic_in_w(p, x, y):
-    return rows(x @ p["w"] @ p["w"].T)
-
-
-def diagonal(p, x, y):
-    return (x @ p["w"] @ x.T).diagonal()
-
-
-def trace(p, x, y):
-    return (x @ p["w"] @ x.T).trace()
-
-
-def number_of_samples(p, x, y):
-    return rows(x @ p["w"]).sum() / len(x)
-
-
-def chunks_of_samples(p, x, y):
-    return torch.cat([rows(c @ p["w"]) for c in x.split(2)])
-
-
-def chunks_of_samples_mixed(p, x, y):
-    return torch.cat([rows(c @ p["w"]) / c.sum() for c in x.split(2)])
-
-
-def sum_of_chunks(p, x, y):
-    return sum(rows(c @ p["w"]).sum() for c in x.split(2))
-
-
-def first_only(p, x, y):
-    return rows(x @ p["w"])[0]
-
-
-def last_row_for_all(p, x, y):
-    return rows(x @ p["w"])[-1].expand(len(x)) * 1
-
-
-def max_loss(p, x, y):
-    return rows(x @ p["w"]).max()
-
-
-def norm_of_all(p, x, y):
-    return (x @ p["w"]).norm()
-
-
-def logsumexp(p, x, y):
-    return (x @ p["w"]).logsumexp((0, 1))
-
-
-def product_of_losses(p, x, y):
-    return rows(x @ p["w"]).prod()
-
-
-def mean_of_a_part(p, x, y):
-    z = x @ p["w"]
-    return (z[:, :2].mean() + z[:, 2:].sum()) / 2
-
-
-def mse_broadcast(p, x, y):
-    """`[N, 1]` predictions against `[N]` targets: a well known mistake."""
-    return ((x @ p["w"][:, :1]) - y[:, 0]).square().mean()
-
-
-def mse_broadcast_rows(p, x, y):
-    return ((x @ p["w"][:, :1]) - y[:, 0]).square().mean(1)
-
-
-def covariance(p, x, y):
-    z = x @ p["w"]
-    return torch.cov(z.T, correction=0).square().sum()
-
-
-def variance_of_all(p, x, y):
-    return (x @ p["w"]).var(correction=0)
-
-
-def standardised_targets(p, x, y):
-    return rows(x @ p["w"] - (y - y.mean()) / y.std(correction=0))
-
-
 def rank(p, x, y):
     z = (x @ p["w"])[:, 0]
     return z * z.argsort().to(z)
-
-
-def pad_samples(p, x, y):
-    return rows(F.pad(x @ p["w"], (0, 0, 1, 0))[:-1])
-
-
-def pad_features(p, x, y):
-    return rows(F.pad(x @ p["w"], (1, 0)))
-
-
-def unfold_samples(p, x, y):
-    return (x @ p["w"]).unfold(0, 1, 1).square().sum((1, 2))
 
 
 def as_strided(p, x, y):
@@ -656,18 +399,9 @@ def complex_(p, x, y):
     return z.abs().square().sum(1)
 
 
-def fft_of_samples(p, x, y):
-    return torch.fft.fft(x @ p["w"], dim=0).abs().square().sum(1)
-
-
 def solved(p, x, y):
     a = p["w"] @ p["w"].T + torch.eye(4, dtype=x.dtype)
     return rows(torch.linalg.solve(a, x.T).T)
-
-
-def solved_in_samples(p, x, y):
-    z = x @ p["w"]
-    return rows(torch.linalg.solve(z @ z.T + torch.eye(len(x), dtype=x.dtype), z))
 
 
 def out_argument(p, x, y):
@@ -681,12 +415,6 @@ def out_argument(p, x, y):
 def swapped_names(p, x, y):
     z = torch.sum(input=x @ p["w"], dim=0)
     return (z * x).sum(1)
-
-
-def in_place_sum(p, x, y):
-    z = (x @ p["w"]).clone()
-    z -= z.mean(0, keepdim=True)
-    return rows(z)
 
 
 def in_place_sum_of_data(p, x, y):
@@ -881,11 +609,6 @@ def hook_that_clips(p, x, y):
     return rows(z)
 
 
-def samples_as_channels(p, x, y):
-    z = x @ p["w"]
-    return rows(F.conv1d(z, torch.ones(len(x), len(x), 3, dtype=x.dtype), padding=1))
-
-
 def samples_as_channels_of_a_weight(p, x, y):
     w = p["w"].flatten()[None, : len(x)].expand(len(x), len(x))[..., None]
     return rows(F.conv1d(x, w))
@@ -917,38 +640,6 @@ def in_place_transpose(p, x, y):
 def deviations_by_place(p, x, y):
     z = (x @ p["w"]).view(-1, 2, 2)
     return torch.std(z, 1, False, True).flatten(1).sum(1) + torch.std(z, 2, False).sum(1)
-
-
-def index_fill(p, x, y):
-    z = (x @ p["w"]).clone()
-    z.index_fill_(1, torch.tensor([0]), p["b"].sum())
-    return rows(z)
-
-
-def index_add_of_parameters(p, x, y):
-    z = (x @ p["w"]).clone()
-    z.index_add_(1, torch.tensor([0]), p["b"][:1].expand(len(x), 1))
-    return rows(z)
-
-
-def scatter_of_parameters(p, x, y):
-    z = (x @ p["w"]).clone()
-    z.scatter_add_(1, (x > 0).long(), p["b"].expand(len(x), 4))
-    return rows(z)
-
-
-def addmm_in_place(p, x, y):
-    z = (x @ p["w"]).clone()
-    z.addmm_(x, p["v"])
-    return rows(z)
-
-
-def addmm_of_one_parameter(p, x, y):
-    return rows(torch.addmm(p["w"][0], x, p["w"]))
-
-
-def norm_of_one_parameter(p, x, y):
-    return rows(F.layer_norm(x, (4,), p["b"], p["b"]))
 
 
 def adversarial(p, x, y):
@@ -1019,6 +710,51 @@ def momentum(p, x, y):
     return rows(x @ p["w"] - centre)
 
 
+WRITES: dict[str, Any] = {
+    "a_column_in_place": lambda z, p, x, y: z[:, 0].mul_(3),
+    "index_put": lambda z, p, x, y: z.__setitem__(torch.tensor([0]), z[torch.tensor([-1])]),
+    "masked_rows": lambda z, p, x, y: z.__setitem__(x[:, 0] > 0, 0),
+    "in_place_sum": lambda z, p, x, y: z.__isub__(z.mean(0, keepdim=True)),
+    "index_fill": lambda z, p, x, y: z.index_fill_(1, torch.tensor([0]), p["b"].sum()),
+    "index_add_of_parameters": lambda z, p, x, y: z.index_add_(1, torch.tensor([0]), p["b"][:1].expand(len(x), 1)),
+    "scatter_of_parameters": lambda z, p, x, y: z.scatter_add_(1, (x > 0).long(), p["b"].expand(len(x), 4)),
+    "addmm_in_place": lambda z, p, x, y: z.addmm_(x, p["v"]),
+}
+"""What is written into a copy of the outputs in place, of which the loss is."""
+OF_OUTPUTS: dict[str, Any] = {
+    "batch_norm_by_hand": lambda z, p, x, y: rows((z - z.mean(0)) / (z.var(0, correction=0) + 1).sqrt()),
+    "two_axes": lambda z, p, x, y: z.T.reshape(-1)[: len(x)].square() + rows(z),
+    # Features as if they were samples, where their numbers are equal
+    "transposed_sum": lambda z, p, x, y: (z + z.T).square().sum(1) if len(x) == 4 else rows(z),
+    "sums_of_different_things": lambda z, p, x, y: z.square().sum() / z.shape[0] + z.sum(0).square().sum(),
+    "index_add": lambda z, p, x, y: rows(z.clone().index_add_(0, torch.zeros(len(x), dtype=torch.long), z)),
+    "detached": lambda z, p, x, y: rows(z * z.detach().sigmoid()) + rows(z - z.detach().mean(0)),
+    "detached_softmax": lambda z, p, x, y: rows(z * z.detach().softmax(0)),
+    "fill_diagonal": lambda z, p, x, y: rows((z @ z.T).fill_diagonal_(0)),
+    "triu": lambda z, p, x, y: rows(z.triu()),
+    "mean_of_a_part": lambda z, p, x, y: (z[:, :2].mean() + z[:, 2:].sum()) / 2,
+    "covariance": lambda z, p, x, y: torch.cov(z.T, correction=0).square().sum(),
+    "solved_in_samples": lambda z, p, x, y: rows(torch.linalg.solve(z @ z.T + torch.eye(len(x), dtype=x.dtype), z)),
+    "samples_as_channels": lambda z, p, x, y: rows(
+        F.conv1d(z, torch.ones(len(x), len(x), 3, dtype=x.dtype), padding=1)
+    ),
+}
+"""Functions of the outputs `z = x @ w`, and of the arguments."""
+
+
+def of_outputs(f):
+    return lambda p, x, y: f(x @ p["w"], p, x, y)
+
+
+def after(write):
+    def f(p, x, y):
+        z = (x @ p["w"]).clone()
+        write(z, p, x, y)
+        return rows(z)
+
+    return f
+
+
 PROGRAMS: dict[str, Any] = {
     name: f
     for name, f in [*globals().items()]
@@ -1027,7 +763,64 @@ PROGRAMS: dict[str, Any] = {
     and isinstance(f, type(rows))
     and f.__code__.co_varnames[: f.__code__.co_argcount] == ("p", "x", "y")
 }
+PROGRAMS |= {name: of_outputs(f) for name, f in OF_OUTPUTS.items()}
+PROGRAMS |= {name: after(write) for name, write in WRITES.items()}
 PROGRAMS |= {
+    "spectral": lambda p, x, y: rows(x @ (p["w"] / torch.linalg.matrix_norm(p["w"], 2))),
+    "inside_grad": lambda p, x, y: vmap(grad(lambda r: (r @ p["w"]).cos().sum()))(x).sum(1),
+    "inside_grad_of_sum": lambda p, x, y: rows(grad(lambda x: (x @ p["w"]).cos().sum())(x)),
+    "inside_grad_mixed": lambda p, x, y: rows(grad(lambda x: (x @ p["w"]).sum(0).cos().sum())(x)),
+    "inside_jvp": lambda p, x, y: rows(jvp(lambda x: (x @ p["w"]).sin(), (x,), (y,))[1]),
+    "inside_jacobian": lambda p, x, y: vmap(jacrev(lambda r: (r @ p["w"]).sin()))(x).square().sum((1, 2)),
+    "batch_norm": lambda p, x, y: rows(F.batch_norm(x @ p["w"], None, None, p["b"], None, training=True)),
+    "distances": lambda p, x, y: torch.cdist(x @ p["w"], x @ p["w"]).sum(1),
+    "features_are_returned": lambda p, x, y: (x @ p["w"]).square().sum(0)[: len(x)],
+    # A parameter with an entry for each sample
+    "weights_of_samples": lambda p, x, y: p["w"].reshape(-1)[: len(x)] * x.sum(1),
+    "weights_of_samples_in_rows": lambda p, x, y: (
+        rows(x[: len(p["w"])] * p["w"][: len(x)]) if len(x) <= 4 else rows(x * p["b"])
+    ),
+    "weight_of_a_sum": lambda p, x, y: rows(x @ p["w"]) * (x @ p["v"]).sum(),
+    "data_and_sum": lambda p, x, y: (x - x.mean(0)).matmul(p["w"]).square().sum(1),
+    "loops": lambda p, x, y: torch.stack([(r @ p["w"]).square().sum() for r in x]),
+    "two_losses": lambda p, x, y: rows(x @ p["w"]).mean() + rows(y @ p["v"]).sum(),
+    "mean_and_regulariser": lambda p, x, y: rows(x @ p["w"]).mean() + p["w"].square().sum(),
+    "checkpointed_mixed": lambda p, x, y: rows(
+        checkpoint(lambda w, x: (x @ w).softmax(0), p["w"], x, use_reentrant=False)
+    ),
+    # A leaf by another way: the storage of the parameter as a new tensor
+    "closure_of_params": lambda p, x, y: rows(x @ p["w"]) + rows(x @ p["w"].data.sin()),
+    "flip": lambda p, x, y: rows((x @ p["w"]).flip(0) * y),
+    "flipped_twice": lambda p, x, y: rows((x.flip(0) @ p["w"]).flip(0) * y),
+    "mixup": lambda p, x, y: rows((0.5 * x + 0.5 * x.roll(1, 0)) @ p["w"]),
+    "kron": lambda p, x, y: rows(torch.kron(x, p["b"][None])),
+    "outer_products": lambda p, x, y: torch.einsum("ni,mj,ij->n", x, y, p["w"]),
+    "einsum_of_samples": lambda p, x, y: torch.einsum("ni,nj,ij->n", x, y, p["w"]),
+    "bilinear": lambda p, x, y: rows(F.bilinear(x, y, p["w"][None])),
+    "quadratic_in_w": lambda p, x, y: rows(x @ p["w"] @ p["w"].T),
+    "diagonal": lambda p, x, y: (x @ p["w"] @ x.T).diagonal(),
+    "trace": lambda p, x, y: (x @ p["w"] @ x.T).trace(),
+    "number_of_samples": lambda p, x, y: rows(x @ p["w"]).sum() / len(x),
+    "chunks_of_samples": lambda p, x, y: torch.cat([rows(c @ p["w"]) for c in x.split(2)]),
+    "chunks_of_samples_mixed": lambda p, x, y: torch.cat([rows(c @ p["w"]) / c.sum() for c in x.split(2)]),
+    "sum_of_chunks": lambda p, x, y: sum(rows(c @ p["w"]).sum() for c in x.split(2)),
+    "first_only": lambda p, x, y: rows(x @ p["w"])[0],
+    "last_row_for_all": lambda p, x, y: rows(x @ p["w"])[-1].expand(len(x)) * 1,
+    "max_loss": lambda p, x, y: rows(x @ p["w"]).max(),
+    "norm_of_all": lambda p, x, y: (x @ p["w"]).norm(),
+    "logsumexp": lambda p, x, y: (x @ p["w"]).logsumexp((0, 1)),
+    "product_of_losses": lambda p, x, y: rows(x @ p["w"]).prod(),
+    # `[N, 1]` predictions against `[N]` targets: a well known mistake
+    "mse_broadcast": lambda p, x, y: ((x @ p["w"][:, :1]) - y[:, 0]).square().mean(),
+    "mse_broadcast_rows": lambda p, x, y: ((x @ p["w"][:, :1]) - y[:, 0]).square().mean(1),
+    "variance_of_all": lambda p, x, y: (x @ p["w"]).var(correction=0),
+    "standardised_targets": lambda p, x, y: rows(x @ p["w"] - (y - y.mean()) / y.std(correction=0)),
+    "pad_samples": lambda p, x, y: rows(F.pad(x @ p["w"], (0, 0, 1, 0))[:-1]),
+    "pad_features": lambda p, x, y: rows(F.pad(x @ p["w"], (1, 0))),
+    "unfold_samples": lambda p, x, y: (x @ p["w"]).unfold(0, 1, 1).square().sum((1, 2)),
+    "fft_of_samples": lambda p, x, y: torch.fft.fft(x @ p["w"], dim=0).abs().square().sum(1),
+    "addmm_of_one_parameter": lambda p, x, y: rows(torch.addmm(p["w"][0], x, p["w"])),
+    "norm_of_one_parameter": lambda p, x, y: rows(F.layer_norm(x, (4,), p["b"], p["b"])),
     "loss over a sum of the data": lambda p, x, y: rows(x @ p["w"]) / x.sum(),
     "loss over the sum of outputs": lambda p, x, y: rows(x @ p["w"]) / (x @ p["w"]).sum(),
     "mean loss over a sum of the data": lambda p, x, y: rows(x @ p["w"]).sum() / x.abs().sum(),
@@ -1082,6 +875,9 @@ PROGRAMS |= {
     "sum times a parameter": lambda p, x, y: rows(x @ p["w"]).sum() * p["b"].sum(),
     "sum of the data times a parameter": lambda p, x, y: (x.sum(0) @ p["w"]).sum(),
     "mean minus a regulariser": lambda p, x, y: rows(x @ p["w"]).mean() - 0.1 * p["b"].norm(),
+    "weights of two tasks": lambda p, x, y: (
+        torch.stack([rows(x @ p["w"]).mean(), rows(y @ p["v"]).mean()]) @ (-p["b"][:2]).exp() + p["b"].sum()
+    ),
     "maximum with a sum": lambda p, x, y: torch.maximum(rows(x @ p["w"]), rows(x @ p["w"]).mean()),
     "where with a sum": lambda p, x, y: torch.where(x[:, 0] > 0, rows(x @ p["w"]), (x @ p["v"]).sum()),
     "kl of a batch": lambda p, x, y: F.kl_div((x @ p["w"]).log_softmax(1), y.softmax(1), reduction="batchmean"),
@@ -1126,6 +922,9 @@ TERMS: dict[str, Callable] = {
     "vdot of losses": lambda p, x, y: rows(x @ p["w"]) * rows(y),
     "sum times a parameter": lambda p, x, y: rows(x @ p["w"]) * p["b"].sum(),
     "mean minus a regulariser": lambda p, x, y: (rows(x @ p["w"]) - 0.1 * p["b"].norm()) / len(x),
+    "weights of two tasks": lambda p, x, y: (
+        (rows(x @ p["w"]) * (-p["b"][0]).exp() + rows(y @ p["v"]) * (-p["b"][1]).exp() + p["b"].sum()) / len(x)
+    ),
     "kl of a batch": lambda p, x, y: (
         F.kl_div((x @ p["w"]).log_softmax(1), y.softmax(1), reduction="none").sum(1) / len(x)
     ),

@@ -343,22 +343,3 @@ def test_shares_are_those_of_the_loop_or_refused(way, loss):
         assert way not in FOUND
         return
     assert_trees_close(found, loop(f, P, X_LOST, Y_LOST), EXACT_LOST)
-
-
-def test_random_numbers_are_those_of_one_call():
-    """However often f runs, the generator ends where one call leaves it, and the masks are those of one call."""
-    runs = []
-
-    def f(p, x, y):
-        runs.append(1)
-        return F.cross_entropy(strange(F.dropout(x)) @ p, y)
-
-    for statistic in (batch_grad, diag_hessian):
-        torch.manual_seed(3)
-        wanted, after = torch.func.grad(f)(P, X_LOST, Y_LOST), torch.rand(2)
-        torch.manual_seed(3)
-        found = statistic(f)(P, X_LOST, Y_LOST)
-        assert torch.equal(torch.rand(2), after)
-        if statistic is batch_grad:
-            assert_trees_close(found.sum(0), wanted, EXACT_LOST)
-    assert len(runs) > 2

@@ -52,12 +52,6 @@ def assert_shares(f, *args):
 
 
 class TestTheSameParameterAtCallsThatOnlyLookAlike:
-    def test_names_of_arguments(self):
-        x = Numbers(1)(3, 3)
-        assert_shares(
-            lambda w, x: (torch.matmul(input=x, other=w).sin() + torch.matmul(other=w.T, input=x).cos()).sum(1), W, x
-        )
-
     def test_options(self):
         x, w = Numbers()(4, 2, 7), Numbers(1)(2, 2, 3)
 

@@ -12,13 +12,8 @@ import invfunc
 from invfunc import (
     batch_grad,
     batch_jacobian,
-    batch_l2_grad,
     chunked,
-    clipped_grad,
     diag_ggn,
-    gram,
-    sum_grad_squared,
-    variance,
 )
 from invfunc.errors import SampleAxisError
 from invfunc.testing import assert_trees_close
@@ -197,42 +192,3 @@ def test_samples_that_are_mixed_unseen_are_not_divided(mixed, total, size):
     with suppress(SampleAxisError):
         found = chunked(batch_jacobian(f), chunk_size=size, over="samples")(p, x)
         assert_trees_close(found, torch.func.jacrev(f)(p, x), EXACT)
-
-
-ENTRIES = {
-    "rows": (lambda w, x: x * w, (3, 1)),
-    "matrix": (lambda w, x: x + w, (3, 3)),
-    "columns": (lambda w, x: (x.T * w).T, (3,)),
-    "positions": (lambda w, x: (x[:, None] * w).sum(1), (3, 3, 1)),
-    "turned": (lambda w, x: (x[:, None].transpose(0, 1) * w)[0], (3, 1)),
-    "flipped": (lambda w, x: (x.flip(0) * w).flip(0), (3, 1)),
-    "table": (lambda w, x: x * F.embedding(torch.arange(3), w), (3, 3)),
-    "stacked": (lambda w, x: (x[:, None] @ torch.stack([w] * 3))[:, 0], (3, 3)),
-}
-
-
-@pytest.mark.parametrize("form", ENTRIES)
-@pytest.mark.parametrize("samples", [None, [2, 0]])
-def test_statistics_of_an_entry_for_each_sample_where_all_sizes_are_equal(form, samples):
-    """So that no shortcut tells them by their sizes."""
-    of, shape = ENTRIES[form]
-    w, x, y = Numbers(1)(*shape), Numbers(2)(3, 3), Numbers(3)(3, 3)
-    rows = torch.func.jacrev(lambda w: (of(w, x).tanh() - y).square().sum(1))(w)
-    rows = rows if samples is None else rows[samples]
-
-    def losses(w, x, y):
-        return (of(w, x).tanh() - y).square().sum(1)
-
-    norms = rows.flatten(1).square().sum(1)
-    wanted = {
-        batch_grad: rows,
-        batch_l2_grad: norms,
-        sum_grad_squared: rows.square().sum(0),
-        variance: rows.var(0, correction=0),
-        gram: rows.flatten(1) @ rows.flatten(1).T,
-    }
-    for t, right in wanted.items():
-        assert_trees_close(t(losses, samples=samples)(w, x, y), right, EXACT)
-    scale = (norms.mean() / norms).sqrt().clamp(max=1)
-    clipped, _ = clipped_grad(losses, norms.mean().sqrt().item(), samples=samples)(w, x, y)
-    assert_trees_close(clipped, torch.tensordot(scale, rows, 1), EXACT)

@@ -9,16 +9,10 @@ from hypothesis import strategies as st
 from invfunc import (
     batch_grad,
     batch_l2_grad,
-    diag_ggn,
-    diag_hessian,
-    kfac,
     outputs,
 )
-from invfunc.core.order import Order
-from invfunc.core.uses import back, front
 from invfunc.core.ways import known_way
-from invfunc.testing import assert_trees_close
-from tests.rows import OF_DIAGONALS
+from invfunc.testing import assert_trees_close, loop_batch_grad
 from tests.strategies import Numbers
 
 N = 4
@@ -80,8 +74,6 @@ WAYS = {
     "topk": lambda p, x, y, r: F.mse_loss(model(p, x[r][x[r][:, 0].topk(len(r))[1]]), y[r][x[r][:, 0].topk(len(r))[1]]),
     "twice": lambda p, x, y, r: F.mse_loss(model(p, torch.cat([x[r], x[r]])), y[r].repeat(2, 1)),
 }
-CURVATURE = {name: row.make for name, row in OF_DIAGONALS.items()}
-CURVATURE |= {"ggn of one": lambda f: diag_ggn(f, samples=[1])}
 PLACES = st.lists(st.integers(0, N - 1), min_size=1, max_size=6)
 
 
@@ -222,61 +214,14 @@ def test_samples_are_followed_to_where_they_are_computed(f):
 
 # Samples that are picked, permuted, repeated, or computed one by one are followed, and are right
 
-N_ORDERS, EXACT_ORDERS = 5, 1e-9
-W, X_ORDERS, Y_ORDERS = Numbers()(3, 3), Numbers(1)(N_ORDERS, 3), Numbers(2)(N_ORDERS, 3)
-ORDER, BAG = torch.tensor([3, 1, 4, 0, 2]), torch.tensor([0, 0, 1, 3, 3, 3, 2])
-MODELS = {
-    "permuted": lambda w, x: (x[ORDER] @ w).sin()[ORDER.argsort()],
-    "chunks": lambda w, x: torch.cat([(part @ w).sin() for part in x.split(2)]),
-    "one by one": lambda w, x: torch.stack([(x[i] @ w).sin() for i in range(len(x))]),
-    "by a mask": lambda w, x: torch.zeros_like(x).index_put(((x[:, 0] > 0),), (x[x[:, 0] > 0] @ w).sin()),
-    "sums of a bag": lambda w, x: torch.zeros_like(x).index_add(0, BAG, (x[BAG] @ w).sin()),
-    "entries": lambda w, x: (x[ORDER] * w[0] + w[1]).sin()[ORDER.argsort()],
-    "sorted by data": lambda w, x: (x[x[:, 0].argsort()] @ w).sin()[x[:, 0].argsort().argsort()],
-}
 
+def test_a_sample_alone_meets_a_parameter_in_an_operation_without_a_rule():
+    """The operation sees the tensor of the sample as it is there, with as many dims."""
+    w, x = Numbers()(3), Numbers(1)(4, 3)
 
-@pytest.mark.parametrize("rows", [ORDER, BAG, torch.tensor([2])], ids=["order", "bag", "one"])
-def test_what_is_in_front_goes_back(rows):
-    order, x = Order(rows, N_ORDERS), Numbers(3)(2, len(rows), 3)
-    exposed = front(x, (-2, order, 0), N_ORDERS, 1)
-    assert exposed.shape == (2, N_ORDERS, order.width, 3)
-    assert torch.equal(back(exposed.flatten(2), x.shape[1:], (-2, order, 0), N_ORDERS), x)
-    for n in range(N_ORDERS):
-        assert torch.equal(exposed[:, n].sum(1), x[:, rows == n].sum(1))
+    def losses(w, x):
+        return torch.stack([torch.outer(each, w).tanh().sum() for each in x])
 
-
-@pytest.mark.parametrize("name", MODELS)
-def test_statistics_are_those_of_the_jacobian(name):
-    f = MODELS[name]
-    jacobian = torch.func.jacrev(f)(W, X_ORDERS)  # [N, 3, *w]
-
-    def loss(w, x, y):
-        return F.mse_loss(f(w, x), y)
-
-    t = batch_grad(loss)
-    shares = torch.einsum("nc,nc...->n...", 2 * (f(W, X_ORDERS) - Y_ORDERS) / Y_ORDERS.numel(), jacobian)
-    assert_trees_close(t(W, X_ORDERS, Y_ORDERS), shares, EXACT_ORDERS)
-    assert known_way(loss, t.called) == 0  # no single samples are needed
-    each = 2 * jacobian.square().sum(1) / Y_ORDERS.numel()
-    assert_trees_close(diag_ggn(loss, per_sample=True)(W, X_ORDERS, Y_ORDERS), each, EXACT_ORDERS)
-    hessian = torch.func.hessian(loss)(W, X_ORDERS, Y_ORDERS).flatten(0, 1).flatten(1).diagonal().view(3, 3)
-    assert_trees_close(diag_hessian(loss)(W, X_ORDERS, Y_ORDERS), hessian, EXACT_ORDERS)
-    found = torch.func.grad(lambda w: t(w, X_ORDERS, Y_ORDERS).square().sum())(W)
-    wanted = torch.func.grad(
-        lambda w: (
-            torch.func.jacrev(lambda w: (f(w, X_ORDERS) - Y_ORDERS).square().sum(1) / Y_ORDERS.numel())(w)
-            .square()
-            .sum()
-        )
-    )(W)
-    assert_trees_close(found, wanted, EXACT_ORDERS)
-
-
-def test_k_factors_of_permuted_samples():
-    found = kfac(lambda w, x, y: F.mse_loss((x[ORDER] @ w).sin(), y[ORDER]), fisher="exact")(W, X_ORDERS, Y_ORDERS)
-    assert_trees_close(
-        found.dense(),
-        kfac(lambda w, x, y: F.mse_loss((x @ w).sin(), y), fisher="exact")(W, X_ORDERS, Y_ORDERS).dense(),
-        EXACT_ORDERS,
-    )
+    t = batch_grad(losses)
+    assert_trees_close(t(w, x), loop_batch_grad(losses)(w, x), 1e-12)
+    assert known_way(losses, t.called) == 0

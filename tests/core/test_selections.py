@@ -11,14 +11,9 @@ from hypothesis import strategies as st
 from invfunc import (
     InvFuncError,
     batch_grad,
-    batch_jacobian,
     batch_l2_grad,
-    chunked,
-    clipped_grad,
     diag_ggn,
-    gram,
     kfac,
-    sqrt_ggn,
     variance,
 )
 from invfunc.testing import assert_trees_close, dense_diag_ggn, loop_batch_grad
@@ -130,77 +125,7 @@ def test_factors_count_masked_rows_only():
     assert_trees_close(found.dense(), wanted.dense(), EXACT)
 
 
-@pytest.mark.parametrize(
-    "index",
-    [
-        lambda z, y: (numbered(z), y),
-        lambda z, y: (range(len(z)), y),
-        lambda z, y: (list(range(len(z))), y.long()),
-        lambda z, y: (Ellipsis, numbered(z), y),
-        lambda z, y: (numbered(z) - len(z), y),
-        lambda z, y: F.one_hot(y, z.shape[1]).bool(),
-    ],
-    ids=["arange", "range", "list", "ellipsis", "negative", "mask"],
-)
-@given(n=SIZES, c=SIZES)
-def test_entries_that_are_picked_by_samples(index, n, c):
-    def losses(p, x, y, m):
-        z = model(p, x).log_softmax(1)
-        return -z[index(z, y)]
-
-    args = drawn(n, c)
-    shares = loop_batch_grad(lambda p, x, y, m: each(model(p, x), y))(*args)
-    assert_trees_close(batch_grad(losses)(*args), shares, EXACT)
-    assert_trees_close(batch_grad(lambda *args: losses(*args).sum())(*args), shares, EXACT)
-    kernels = [gram(f)(*args) for f in (losses, lambda p, x, y, m: each(model(p, x), y))]
-    assert_trees_close(*kernels, EXACT)
-
-
 # Parts of a batch that do not reach every parameter
-
-
-def by_experts(p, x, i):
-    z = torch.zeros_like(x)
-    for e, w in enumerate(p):
-        (at,) = torch.where(i == e)
-        if len(at):
-            z[at] = x[at] @ w
-    return z
-
-
-def losses_by_experts(p, x, i):
-    return by_experts(p, x, i).square().sum(1)
-
-
-@pytest.mark.parametrize(
-    "make",
-    [
-        lambda: batch_grad(losses_by_experts),
-        lambda: batch_grad(losses_by_experts, samples=[3, 0, 1]),
-        lambda: batch_l2_grad(losses_by_experts),
-        lambda: variance(losses_by_experts),
-        lambda: clipped_grad(losses_by_experts, 0.1),
-        lambda: batch_jacobian(by_experts),
-        lambda: diag_ggn(lambda p, x, i: F.cross_entropy(by_experts(p, x, i), i), per_sample=True),
-        lambda: sqrt_ggn(lambda p, x, i: F.cross_entropy(by_experts(p, x, i), i)),
-    ],
-    ids=[
-        "batch_grad",
-        "chosen",
-        "batch_l2_grad",
-        "variance",
-        "clipped_grad",
-        "jacobian",
-        "diag_ggn of each",
-        "sqrt_ggn",
-    ],
-)
-@settings(max_examples=6)
-@given(experts=st.lists(st.integers(0, 2), min_size=4, max_size=6), size=st.integers(1, 4))
-def test_chunks_need_not_reach_every_parameter(make, experts, size):
-    rand = Numbers()
-    args = [rand(3, 3) for _ in range(3)], rand(len(experts), 3), torch.tensor(experts)
-    assert_trees_close(chunked(make(), size, over="samples")(*args), make()(*args), EXACT)
 
 
 # Tokens that are sorted by their experts, as mixtures of experts compute on them: each is still of its sample

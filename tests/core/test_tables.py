@@ -6,14 +6,11 @@ from torch import nn
 
 from invfunc import (
     batch_grad,
-    batch_jacobian,
     chunked,
     compiled,
     functional,
-    grad_and_variance,
     gram,
     streamed,
-    variance,
 )
 from invfunc.testing import assert_trees_close
 from invfunc.testing.memory import peak_memory
@@ -56,32 +53,6 @@ class TestGram:
         assert_trees_close(gram(losses(f), others=(x[4:], y[4:]))(params, x[:4], y[:4]), wanted, EXACT)
         loader = [(x[i : i + 2], y[i : i + 2]) for i in (0, 2, 4)]
         assert_trees_close(streamed(gram(losses(f)))(params, loader), products(each(params, x, y)), EXACT)
-
-    def test_of_outputs_is_the_loop(self, count, padding):
-        f, params, x, _ = table(count, padding=padding)
-        J = {k: j.flatten(0, 1) for k, j in batch_jacobian(f)(params, x).items()}
-        assert_trees_close(gram(f)(params, x).flatten(2).flatten(0, 1), products(J), EXACT)
-
-    def test_goes_through_vmap_and_grad(self, count, padding):
-        f, params, x, y = table(count, padding=padding)
-        each = torch.stack([x, x.roll(1, 0)])
-        wanted = torch.stack([gram(losses(f))(params, x, y) for x in each])
-        assert_trees_close(torch.vmap(gram(losses(f)), (None, 0, None))(params, each, y), wanted, EXACT)
-        slope = torch.func.grad(lambda p: gram(losses(f))(p, x, y).square().sum())(params)
-        wanted = torch.func.grad(lambda p: products(batch_grad(losses(f))(p, x, y)).square().sum())(params)
-        assert_trees_close(slope, wanted, EXACT)
-
-
-@pytest.mark.parametrize("padding", [None, 1])
-@pytest.mark.parametrize("count", [2, 9, 4_000])
-def test_the_variance_is_that_of_the_loop(count, padding):
-    f, *args = table(count, padding=padding)
-    G = batch_grad(losses(f))(*args)
-    wanted = {k: g.var(0, correction=1) for k, g in G.items()}
-    for path in (variance(losses(f), correction=1), chunked(variance(losses(f), correction=1), 3, over="samples")):
-        assert_trees_close(path(*args), wanted, EXACT)
-    total, found = grad_and_variance(losses(f), correction=1)(*args)
-    assert_trees_close((total, found), ({k: g.sum(0) for k, g in G.items()}, wanted), EXACT)
 
 
 def test_gram_of_a_large_table_does_not_form_the_gradients():

@@ -58,12 +58,6 @@ class TestExactColumns:
         if name == "diag_ggn":
             assert_trees_close(found, testing.dense_diag_ggn(f, F.cross_entropy)(params, x, y), 1e-10)
 
-    def test_are_many(self):
-        f, params = invfunc.functional(nn.Sequential(nn.Linear(8, 6), nn.Tanh(), nn.Linear(6, 40)).double())
-        y = torch.randn(5, 40).double()
-        found = by_the_core(invfunc.diag_ggn(f, F.mse_loss, method="dense"), params, X.double(), y)
-        assert_trees_close(found, testing.dense_diag_ggn(f, F.mse_loss)(params, X.double(), y), 1e-10)
-
 
 @pytest.mark.quick
 def test_marked_outputs_are_where_the_curvature_is_taken():

@@ -106,38 +106,21 @@ def test_what_it_composes_with(two):
 class TestFaults:
     def test_one_process_that_fails_makes_all_fail(self, two):
         first, second = two[1][2]
-        assert {name: (a[0], b[0]) for (name, a), b in zip(first.items(), second.values(), strict=True)} == {
+        found = {name: (a[0], b[0]) for (name, a), b in zip(first.items(), second.values(), strict=True)}
+        assert found == dict.fromkeys(found, ("ArgumentError", "ArgumentError")) | {
             "f fails": ("ProcessError", "KeyError"),
             "the loader fails": ("ProcessError", "OSError"),
-            "other parameters": ("ArgumentError", "ArgumentError"),
-            "another statistic": ("ArgumentError", "ArgumentError"),
-            "permuted parameters": ("ArgumentError", "ArgumentError"),
-            "gathered in one": ("ArgumentError", "ArgumentError"),
-            "a sum and a mean": ("ArgumentError", "ArgumentError"),
-            "outputs in another order": ("ArgumentError", "ArgumentError"),
-            "counted and gone": ("ArgumentError", "ArgumentError"),
             "a file that cannot be gone on with": ("ProcessError", "MemoryError"),
-            "another vector": ("ArgumentError", "ArgumentError"),
             "a vector of another shape": ("ProcessError", "ArgumentError"),
             "of another shape later": ("ProcessError", "ArgumentError"),
-            "another step": ("ArgumentError", "ArgumentError"),
             "another moment": ("ProcessError", "ProcessError"),
             "weighted means": ("ProcessError", "ArgumentError"),
             "no argument": ("ProcessError", "ArgumentTypeError"),
-            "no samples": ("ArgumentError", "ArgumentError"),
-            "others that are other ones": ("ArgumentError", "ArgumentError"),
             "used up": ("ProcessError", "ArgumentTypeError"),
             "parts alone": ("ArgumentTypeError", "ArgumentTypeError"),
-            "parts explained": ("ArgumentError", "ArgumentError"),
-            "a sum to come": ("ArgumentError", "ArgumentError"),
-            "other placements": ("ArgumentError", "ArgumentError"),
-            "other replicas": ("ArgumentError", "ArgumentError"),
-            "another order": ("ArgumentError", "ArgumentError"),
-            "parts of a vector in one": ("ArgumentError", "ArgumentError"),
             "f fails beside parts": ("ProcessError", "KeyError"),
             "the loader fails beside parts": ("ProcessError", "OSError"),
             "a file that cannot be gone on with beside parts": ("ProcessError", "MemoryError"),
-            "a mesh of others": ("ArgumentError", "ArgumentError"),
             "then all is well": ("", ""),
         }
         assert "process 1 failed with KeyError: 'no such thing'" in first["f fails"][1]

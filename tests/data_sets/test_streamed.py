@@ -17,7 +17,7 @@ from invfunc.kronecker import Kronecker
 from invfunc.testing import assert_trees_close
 from tests.meter import Meter, nothing_collected
 from tests.networks import CLASSES, LOSSES, networks, samples_loss
-from tests.rows import BOTH, LOSS, MODEL, ROWS
+from tests.rows import BOTH, LOSS, MODEL, PRODUCTS, ROWS
 from tests.strategies import Numbers, seeded
 
 EXACT, FLOOR = 1e-12, 1e-9
@@ -106,12 +106,6 @@ def test_every_statistic_is_in_the_law():
 
 
 class TestScale:
-    @pytest.mark.parametrize("size", [1, 2, 4, 9])
-    def test_a_mean_is_that_of_the_data_set(self, data, size):
-        t = invfunc.diag_ggn(linear, F.cross_entropy)
-        parts = batches(range(size, 9, size), *data[1:])
-        assert_trees_close(streamed(t)(data[0], parts), t(*data), EXACT)
-
     def test_at_the_minimum_of_the_loss(self, data):
         params, x, _ = data
         t = invfunc.diag_ggn(linear, F.mse_loss)
@@ -381,28 +375,44 @@ class TestComposes:
         assert repr(t) == "streamed(variance(losses))"
 
 
-@pytest.mark.parametrize(
-    "make",
-    [invfunc.variance, invfunc.diag_ggn, partial(invfunc.kfac, fisher="exact"), partial(invfunc.ekfac, fisher="exact")],
-    ids=["variance", "diag_ggn", "exact kfac", "ekfac"],
-)
-def test_memory_is_that_of_one_batch(make):
+SUMMED = [
+    invfunc.variance,
+    invfunc.diag_ggn,
+    partial(invfunc.kfac, fisher="exact"),
+    partial(invfunc.ekfac, fisher="exact"),
+]
+OF_EACH = [partial(invfunc.diag_ggn, per_sample=True), invfunc.sqrt_ggn]
+TIMES = [make for name, make in PRODUCTS.items() if "blocks" not in name]
+
+
+@pytest.mark.parametrize("make", [*SUMMED, *OF_EACH, *TIMES])
+@pytest.mark.parametrize("reduction", ["mean", "sum"])
+def test_memory_is_that_of_one_batch(make, reduction):
+    """Of sums over the samples, of rows that go elsewhere, and of products."""
     rand = Numbers(0)
     model = torch.nn.Sequential(torch.nn.Linear(30, 40), torch.nn.Tanh(), torch.nn.Linear(40, CLASSES))
     f, params = invfunc.functional(model.to(rand(1)))
-    t = streamed(make(lambda params, x, y: F.cross_entropy(f(params, x), y, reduction="none")))
+    loss = partial(F.cross_entropy, reduction=reduction)
+    t = make(f, loss) if make in OF_EACH else make(lambda p, x, y: F.cross_entropy(f(p, x), y, reduction="none"))
+
+    def batch(seed):
+        return Numbers(seed)(64, 30), LOSSES[0].target(Numbers(seed), 64)
+
+    rows = tree.map_tensors(torch.empty_like, t(params, *batch(0))) if make in OF_EACH else {}
 
     def peak(count):
-        def loader():
-            for seed in range(count):
-                yield Numbers(seed)(64, 30), LOSSES[0].target(Numbers(seed), 64)
-
+        loader, out = partial(map, batch, range(count)), None
+        if make in OF_EACH:
+            out = tree.map_tensors(lambda x: torch.cat([x] * count, t.reduction.each[0]), rows)
         with nothing_collected(), Meter() as meter:
-            result = t(params, loader)
-        return meter.peak(result)
+            s = streamed(t, out=out)
+            v = tree.map_tensors(torch.ones_like, params)
+            result = s.linearize(params, loader)(v) if make in TIMES else s(params, loader)
+        return meter.peak() if make in OF_EACH else meter.peak(result)
 
     peak(1)
-    assert peak(12) <= 1.1 * peak(3)
+    few, many = peak(3), peak(12)
+    assert many <= 1.1 * few and (not rows or few < 6 * sum(x.nbytes for x in tree.tensors((rows,))))
 
 
 class TestTwoSweeps:

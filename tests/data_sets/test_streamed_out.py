@@ -1,7 +1,5 @@
 """streamed: results with a sample axis go somewhere else batch by batch, and need not fit in memory."""
 
-from functools import partial
-
 import numpy as np
 import pytest
 import torch
@@ -14,8 +12,7 @@ from invfunc import streamed, tree
 from invfunc.errors import ArgumentError, ArgumentTypeError
 from invfunc.testing import assert_trees_close
 from tests.data_sets.test_streamed import EXACT, FLOOR, batches, data, linear, losses  # noqa: F401
-from tests.meter import Meter, nothing_collected
-from tests.networks import CLASSES, LOSSES, networks, samples_loss
+from tests.networks import LOSSES, networks, samples_loss
 from tests.rows import BOTH, LOSS, ROWS
 from tests.strategies import Numbers
 
@@ -143,30 +140,3 @@ class TestRefused:
             streamed(invfunc.hvp(losses), out=out)
         with pytest.raises(ArgumentError, match="not in a checkpoint"):
             streamed(invfunc.batch_grad(losses), out=out, checkpoint=tmp_path / "state")
-
-
-@pytest.mark.parametrize("reduction", ["mean", "sum"])
-@pytest.mark.parametrize(
-    "make", [partial(invfunc.diag_ggn, per_sample=True), invfunc.sqrt_ggn], ids=["diagonals", "root"]
-)
-def test_memory_is_that_of_one_batch(make, reduction, tmp_path):
-    rand = Numbers(0)
-    model = torch.nn.Sequential(torch.nn.Linear(30, 40), torch.nn.Tanh(), torch.nn.Linear(40, CLASSES))
-    f, params = invfunc.functional(model.to(rand(1)))
-    t = make(f, lambda z, y: F.cross_entropy(z, y, reduction=reduction))
-    shapes = tree.map_tensors(lambda x: torch.empty_like(x), t(params, rand(64, 30), LOSSES[0].target(rand, 64)))
-
-    def peak(count):
-        def loader():
-            for seed in range(count):
-                yield Numbers(seed)(64, 30), LOSSES[0].target(Numbers(seed), 64)
-
-        out = tree.map_tensors(lambda x: torch.cat([x] * count, t.reduction.each[0]), shapes)
-        with nothing_collected(), Meter() as meter:
-            streamed(t, out=out)(params, loader())
-        return meter.peak()
-
-    peak(1)
-    few, many = peak(3), peak(12)
-    assert many <= 1.1 * few
-    assert few < 6 * sum(x.nbytes for x in tree.tensors((shapes,)))

@@ -11,7 +11,6 @@ from invfunc import InvFuncError, streamed, tree
 from invfunc.errors import ArgumentError, ArgumentTypeError
 from invfunc.testing import assert_trees_close
 from tests.data_sets.test_streamed import EXACT, FLOOR, SAMPLED, batches, linear, losses
-from tests.meter import Meter, nothing_collected
 from tests.networks import CLASSES, LOSSES, networks, samples_loss
 from tests.rows import PRODUCTS
 from tests.strategies import Numbers, seeded
@@ -116,24 +115,3 @@ def test_sums_are_kept_in_more_digits_than_halves_have(data, dtype):
     found = streamed(t)(params, v, batches(range(9, 540, 9), x, y))
     assert found["w"].dtype == dtype
     assert_trees_close(found, t(params, v, x, y), 0.03 if dtype == torch.bfloat16 else 1e-5)
-
-
-@each_product
-def test_memory_is_that_of_one_batch(make):
-    rand = Numbers(0)
-    model = torch.nn.Sequential(torch.nn.Linear(30, 40), torch.nn.Tanh(), torch.nn.Linear(40, CLASSES))
-    f, params = invfunc.functional(model.to(rand(1)))
-    t = streamed(make(lambda params, x, y: F.cross_entropy(f(params, x), y, reduction="none")))
-    v = tree.map_tensors(torch.ones_like, params)
-
-    def peak(count):
-        def loader():
-            for seed in range(count):
-                yield Numbers(seed)(64, 30), LOSSES[0].target(Numbers(seed), 64)
-
-        with nothing_collected(), Meter() as meter:
-            result = t.linearize(params, loader)(v)
-        return meter.peak(result)
-
-    peak(1)
-    assert peak(12) <= 1.1 * peak(3)

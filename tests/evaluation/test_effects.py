@@ -42,10 +42,6 @@ class TestLeavesAsTheyWere:
         return torch.is_grad_enabled(), torch.is_inference_mode_enabled(), depth, torch.get_default_dtype()
 
 
-def rng():
-    return torch.get_rng_state().numpy().tobytes()
-
-
 def rows(x, rate):
     return x * (torch.rand(len(x), 1, dtype=x.dtype) > rate)
 
@@ -75,19 +71,6 @@ def shaken(noise):
 
 @statistics
 class TestRandomNumbers:
-    @pytest.mark.parametrize("noise", DRAWS.values(), ids=DRAWS)
-    def test_are_those_of_one_call_of_f(self, statistic, noise):
-        f, params, x, y = shaken(noise)
-        wanted = self.seeded(plain_once(statistic), f, params, x, y)
-        torch.manual_seed(3)
-        f(params, x)
-        after = rng()
-        for make in chunkings(statistic):
-            if noise is not DRAWS["nothing"] and "over='samples'" in repr(make(f, LOSSES[0])):
-                continue  # each chunk draws its own numbers
-            assert_trees_close(self.seeded(make, f, params, x, y), wanted, EXACT)
-            assert rng() == after
-
     def test_are_replayed_under_transforms(self, statistic):
         f, params, x, y = shaken(DRAWS["dropout"])
 

@@ -16,7 +16,7 @@ from torch.utils.checkpoint import checkpoint
 
 from invfunc import tree
 from invfunc.testing import assert_trees_close
-from tests.invertible_cases import FLOOR, FORMS, PLAIN_ONLY, RTOL, Sizes, sizes, twins
+from tests.invertible_cases import FLOOR, FORMS, RTOL, Sizes, sizes, twins
 from tests.networks import total
 
 BOTH = (0, 1)
@@ -280,8 +280,6 @@ FUNC = {
         steps(x), p
     ),
 }
-REFUSED = [of_vmap, of_vmap_over_params_twice, of_func_grad]
-"""Compositions in which torch's checkpoint does not run."""
 
 EVERYWHERE = ["additive", "functions of a dict"]
 TABLE = [
@@ -308,13 +306,6 @@ def assert_same(composed: Callable, form: str, s: Sizes, dtype: torch.dtype, dev
 )
 def test_equals_the_function(form, composed, dtype, device):
     assert_same((PLAIN | FUNC)[composed], form, Sizes(), dtype, device)
-
-
-@pytest.mark.parametrize("composed", PLAIN.values(), ids=PLAIN)
-@pytest.mark.parametrize("form", PLAIN_ONLY)
-def test_plain_autograd_equals_the_function(form, composed, dtype, device):
-    if composed not in REFUSED:
-        assert_same(composed, form, Sizes(), dtype, device)
 
 
 @settings(max_examples=10, phases=[Phase.explicit, Phase.generate])

@@ -69,22 +69,6 @@ class TestMerge:
         assert_trees_close(kronecker.merge(wanted, reduction=reduction), wanted, EXACT)
         assert {K.origin.n for K in total.values() if K is not None} == {sum(lengths)}
 
-    @given(sharing=st.sampled_from(["expand", "reduce"]), seed=st.integers(0, 9))
-    def test_counts_positions(self, sharing, seed):
-        """Batches of sequences of different lengths: A is the mean over all positions, or over all samples."""
-        rand = Numbers(seed)
-        w, batches = rand(3, 2), [(rand(2, 4, 3), rand(2, 2)), (rand(3, 1, 3), rand(3, 2))]
-
-        def loss(z, y):
-            return (z - y).square().sum()
-
-        one = kfac(lambda w, x: (x @ w).sum(1), loss, weight_sharing=sharing, fisher="exact")
-        A, B = kronecker.merge(*(one(w, *batch) for batch in batches), reduction="sum").factors
-        each = [x.mean(1) if sharing == "reduce" else x.flatten(0, 1) for x, _ in batches]
-        rows = torch.cat(each)
-        assert_trees_close(A, rows.mT @ rows / len(rows), EXACT)
-        assert_trees_close(B, sum(one(w, *batch).factors[1] for batch in batches), EXACT)
-
     @pytest.mark.parametrize("joint", [False, True])
     @pytest.mark.parametrize("first", [False, True])
     def test_a_batch_that_does_not_reach_a_parameter_counts(self, joint, first):

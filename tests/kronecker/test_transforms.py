@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import copy
 import io
-import pickle
 from dataclasses import replace
 from functools import partial
 
@@ -80,12 +78,6 @@ DERIVATIVES = {
 
 
 class TestTransforms:
-    @pytest.mark.parametrize("again", [copy.deepcopy, lambda K: pickle.loads(pickle.dumps(K))], ids=["copy", "pickle"])
-    def test_is_copied(self, again):
-        K = small("dense", "values")
-        assert_trees_close(again(K), K, 0)
-        assert again(K).shape == K.shape
-
     @pytest.mark.parametrize("fn", [fn for fn, _ in ALL.values()], ids=ALL)
     def test_goes_through_vmap(self, fn):
         x = Numbers()(4, 5, 3)

@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from hypothesis import given
 from hypothesis import strategies as st
 from torch import nn
-from torch.func import grad, vmap
+from torch.func import grad
 
 from invfunc import diag_ggn, eigenpairs, ekfac, functional, kfac, kronecker, tree
 from invfunc.errors import ArgumentError, ArgumentTypeError
@@ -70,45 +70,6 @@ class TestSolve:
             assert_trees_close([found[p] for p in paths], wanted, RTOL[dtype])
         assert None in [K for _, K in matrices]
 
-    @pytest.mark.parametrize(
-        ("layer", "shape"),
-        [
-            (lambda: nn.Linear(3, 2), (3,)),
-            (lambda: nn.Conv1d(4, 6, 2, groups=2), (4, 2)),
-            (lambda: nn.Conv2d(2, 3, (2, 1)), (2, 2, 1)),
-            (lambda: nn.ConvTranspose1d(4, 6, 3, padding=1, groups=2), (4, 1)),
-            (lambda: nn.ConvTranspose2d(2, 3, 1), (2, 1, 1)),
-        ],
-        ids=["linear", "groups", "patches", "transposed, groups", "transposed"],
-    )
-    @pytest.mark.parametrize("lead", [(), (2,)], ids=str)
-    def test_of_one_position_is_that_of_the_gradient(self, layer, shape, lead):
-        """For a sample of one position the block of weight and bias is `g g^T`, in each group."""
-        f, params = functional(layer().double())
-        rand, x = Numbers(1), Numbers(2)(1, *shape)
-        y = Numbers(3)(*f(params, x).shape)
-
-        def loss(params, x, y):
-            return (f(params, x) - y).square().sum()
-
-        factors = kfac(loss, fisher="empirical", joint=True)(params, x, y)
-        g, v = grad(loss)(params, x, y), {name: rand(*lead, *p.shape) for name, p in params.items()}
-        found = kronecker.solve(factors, v, damping=DAMPING)
-        groups = 1 if factors["weight"].blocks is None else factors["weight"].blocks[0]
-
-        def rows(part, k):
-            """The entries of a group, in some order."""
-            weight, bias = part["weight"], part["bias"]
-            axis = weight.ndim - params["weight"].ndim
-            return torch.cat(
-                [weight.chunk(groups, axis)[k].flatten(axis), bias.chunk(groups, axis)[k].flatten(axis)], -1
-            )
-
-        for k in range(groups):
-            one = rows(g, k)
-            dense = torch.outer(one, one) + DAMPING * torch.eye(len(one)).double()
-            assert_trees_close(rows(found, k), rows(v, k) @ dense.inverse(), 1e-9)
-
 
 def two_layers(made, bias=True, **options):
     """The factors of a small perceptron, positive definite."""
@@ -150,20 +111,6 @@ class TestOthers:
         found = partial(kronecker.log_evidence, factors, w, loss(x @ w, y), scale=scale)
         assert_trees_close((found(prior), grad(found)(prior)), (exact(prior), grad(exact)(prior)), EXACT)
         assert_trees_close(found(0.5), exact(prior), EXACT)
-
-
-class TestTrees:
-    def test_goes_through_vmap(self):
-        factors = two_layers(MADE["exact kfac"], joint=True)
-        v = {name: Numbers(5)(4, *s) for name, s in SHAPES.items()}
-        wanted = kronecker.solve(factors, v, 0.1)
-        assert_trees_close(vmap(lambda v: kronecker.solve(factors, v, 0.1))(v), wanted, EXACT)
-        dampings, one = torch.tensor([0.1, 1.0]).double(), {name: x[0] for name, x in v.items()}
-        each = [kronecker.solve(factors, one, d) for d in dampings]
-        found = vmap(lambda d: kronecker.solve(factors, one, d))(dampings)
-        assert_trees_close(found, tree.map_leaves(lambda *x: torch.stack(x), *each), EXACT)
-        logdets = vmap(lambda d: kronecker.logdet(factors, d))(dampings)
-        assert_trees_close(logdets, torch.stack([kronecker.logdet(factors, d) for d in dampings]), EXACT)
 
 
 SHAPES = {"0.weight": (3, 2), "0.bias": (3,), "2.weight": (2, 3), "2.bias": (2,)}

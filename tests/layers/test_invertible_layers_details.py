@@ -6,12 +6,9 @@ from typing import Any
 
 import pytest
 import torch
-import torch.nn.functional as F
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from torch import nn
 from torch.autograd import gradcheck, gradgradcheck
-from torch.func import grad
 
 from invfunc import layers, tree
 from invfunc.layers.shapes import rotation
@@ -100,67 +97,12 @@ class TestExtremes:
 class TestAgreement:
     """With what torch has of them."""
 
-    @pytest.mark.parametrize("d", [1, 2, 3])
-    @pytest.mark.parametrize("biased", [True, False])
-    def test_linear_and_convolutions(self, d, biased):
-        rand = Numbers()
-        x, w, b = rand(2, 3, *[4, 2, 6][:d]), rand(24, 3, *[2, 1, 3][:d]), rand(24) if biased else None
-        conv = getattr(F, f"conv{d}d")
-        assert_trees_close(layers.patch_conv()(x, (w, b)), conv(x, w, b, stride=w.shape[2:]), 1e-12)
-        square, b = rand(3, 3), rand(3) if biased else None
-        y = conv(x, square.reshape(3, 3, *[1] * d), b)
-        assert_trees_close(layers.conv1x1()(x, (square, b)), y, 1e-12)
-        assert_trees_close(layers.linear()(x.movedim(1, -1), (square, b)).movedim(-1, 1), y, 1e-12)
-        turned = layers.orthogonal_linear()(x.movedim(1, -1), (square, b)).movedim(-1, 1)
-        assert_trees_close(layers.conv1x1(orthogonal=True)(x, (square, b)), turned, 1e-12)
-
     def test_a_tall_linear_is_solved_without_its_normal_equations(self):
         """They would square the condition number, 1e5."""
         rand = Numbers()
         left, right = torch.linalg.qr(rand(8, 4))[0], torch.linalg.qr(rand(4, 4))[0]
         w, x = (left * torch.logspace(0, -5, 4).double()) @ right, rand(3, 4)
         assert_trees_close(and_back(layers.linear(), x, (w,)), x, 1e-9)
-
-    @pytest.mark.parametrize("shape", [(4, 3), (4, 3, 5), (2, 3, 4, 5), (2, 3, 2, 2, 2)])
-    @pytest.mark.parametrize("affine", [True, False])
-    def test_batch_norm(self, shape, affine):
-        rand = Numbers()
-        x, (w, b) = rand(*shape), (rand(3), rand(3)) if affine else (None, None)
-        params, module = (w, b) if affine else None, nn.BatchNorm1d(3, momentum=1.0, affine=False).double()
-        y, (mean, var) = layers.batch_norm(0.01).forward(x, params)
-        assert_trees_close(y, F.batch_norm(x, None, None, w, b, training=True, eps=0.01), 1e-12)
-        module(x.reshape(shape[0], 3, -1))
-        count = x.numel() // 3
-        assert_trees_close((mean, var * count / (count - 1)), (module.running_mean, module.running_var), 1e-12)
-        fixed = layers.batch_norm(0.01, statistics=(rand(3), rand(3).square()))
-        other = layers.batch_norm(0.01, statistics=(mean, var))
-        assert not fixed.hidden and not torch.allclose(fixed(x, params), y)
-        assert_trees_close(other(x, params), F.batch_norm(x, mean, var, w, b, eps=0.01), 1e-12)
-
-    def test_those_without_parameters(self):
-        x = Numbers()(2, 8, 4, 6)
-        assert torch.equal(layers.identity()(x), x)
-        assert torch.equal(layers.leaky_relu(0.2)(x), F.leaky_relu(x, 0.2))
-        assert torch.equal(layers.leaky_relu()(x), F.leaky_relu(x))
-        zeros = torch.zeros(1, 2)
-        slopes = grad(lambda x: layers.leaky_relu(0.2)(x).sum())(zeros)
-        assert_trees_close(layers.leaky_relu(0.2).log_det(zeros), slopes.log().sum(1), 1e-6)
-        assert torch.equal(layers.flatten()(x), torch.flatten(x, 1))
-        assert torch.equal(layers.flatten(0, 2)(x), torch.flatten(x, 0, 2))
-        assert torch.equal(layers.unflatten(-3, (2, -1))(x), x.unflatten(1, (2, 4)))
-        assert torch.equal(layers.unflatten(0, (1, 2))(x), x[None])
-        assert torch.equal(layers.pixel_shuffle(2)(x[None]), F.pixel_shuffle(x[None], 2))
-        assert torch.equal(layers.pixel_unshuffle(2)(x[0]), F.pixel_unshuffle(x[0], 2))
-        assert torch.equal(layers.pad((1, 0, 2, 3), 0.5)(x), F.pad(x, (1, 0, 2, 3), value=0.5))
-
-    def test_haar(self):
-        """Means and differences as they are defined, and an orthonormal matrix."""
-        x = Numbers()(2, 3, 4, 6)
-        a, b, c, d = x[..., ::2, ::2], x[..., ::2, 1::2], x[..., 1::2, ::2], x[..., 1::2, 1::2]
-        wanted = torch.stack([a + b + c + d, a - b + c - d, a + b - c - d, a - b - c + d], 2) / 2
-        assert_trees_close(layers.haar()(x), wanted.flatten(1, 2), 1e-14)
-        matrix = torch.func.jacrev(layers.haar())(x[:1, :1, :2, :2]).reshape(4, 4)
-        assert_trees_close(matrix @ matrix.T, torch.eye(4).double(), 1e-14)
 
 
 class TestRotation:

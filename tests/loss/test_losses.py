@@ -156,31 +156,3 @@ def test_a_mean_over_weighted_classes_is_that_of_its_formula(called, kind):
         for form in set(row.forms) - {MODEL}:
             found, wanted = (comparable(called, made_of(row, f, some, form)(*args)) for some in (of_torch, loss))
             assert_trees_close(found, wanted, 1e-9, 1e-6)
-
-
-def routed(place):
-    """A mixture of two of three experts."""
-
-    def losses(w, x, y):
-        gates = (x @ w).softmax(1)
-        largest, chosen = gates.topk(2, 1)
-        return (place(gates, chosen, largest) * y).square().sum(1)
-
-    return losses
-
-
-@pytest.mark.parametrize(
-    "losses",
-    [
-        routed(lambda g, i, v: torch.zeros_like(g).scatter(1, i, v)),
-        routed(lambda g, i, v: torch.zeros_like(g).scatter_(1, i, v)),
-        routed(lambda g, i, v: torch.zeros_like(g).scatter_add(1, i, v)),
-        routed(lambda g, i, v: g * C.gather(1, i.flip(1).repeat(1, 2)[:, :3])),
-        lambda w, x, y: (x @ w)[:, torch.tensor([True, False, True])].square().sum(1),
-        lambda w, x, y: (x @ w)[:, [False, True, True]].square().sum(1),
-        lambda w, x, y: (x.unsqueeze(2) * w)[:, torch.eye(3).bool()].square().sum(1),
-    ],
-    ids=["scatter", "scatter_", "scatter_add", "gather", "mask", "list of bools", "mask of two dimensions"],
-)
-def test_of_entries_that_are_picked(losses):
-    assert_shares(losses, lambda how: lambda *args: getattr(losses(*args), how)(), W, X, Y)

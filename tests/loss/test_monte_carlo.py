@@ -25,8 +25,7 @@ from invfunc.testing import assert_trees_close, dense_diag_ggn
 from invfunc.testing.models import moved
 from tests.criteria import ELEMENTWISE, after_logarithms, cross_entropies, elementwise, model
 from tests.laws import composed
-from tests.networks import LOSSES, network, networks, total
-from tests.rows import generic, in_blocks
+from tests.networks import LOSSES, network, total
 from tests.strategies import Numbers, seeded
 
 RATE, DRAWS, EXACT = 1e-6, 4000, 1e-10
@@ -88,22 +87,6 @@ def arranged(called, loss, n=4):
 
 
 class TestOfNetworks:
-    @settings(max_examples=5)
-    @given(net=networks(), loss=st.sampled_from(LOSSES[:4]), first_form=st.booleans())
-    def test_the_diagonal_is_near_the_exact_one(self, net, loss, first_form):
-        def f(p, x):
-            return net.f(p, x).sin()  # far from what is rare
-
-        args = (net.params, net.x, loss.target(Numbers(1), net.n))
-        given = (composed(f, loss),) if first_form else (f, loss)
-        each = sqrt_ggn(*given, mc_samples=1000, generator=seeded(1))(*args)
-        diagonal = diag_ggn(*given, mc_samples=1000, generator=seeded(2))(*args)
-        exact = dense_diag_ggn(f, loss)(*args)
-        for s, d, wanted in zip(*map(tree.leaves, (each, diagonal, exact)), strict=True):
-            draws = 1000 * s.square().sum(1)
-            assert near(draws.mean(0), draws.std(0), wanted, 1000)
-            assert near(d, draws.std(0), wanted, 1000)
-
     @pytest.mark.parametrize("first_form", [True, False])
     @pytest.mark.parametrize("one", [True, False], ids=["of one output", "of several"])
     def test_of_a_sum_of_known_losses(self, one, first_form):
@@ -123,26 +106,6 @@ class TestOfNetworks:
         given = (composed(heads, loss),) if first_form else (heads, loss)
         found = diag_ggn(*given, mc_samples=DRAWS, generator=seeded())(*args)
         assert_trees_close(found, dense_diag_ggn(heads, loss)(*args), 0.1)  # more than five standard errors
-
-    @settings(max_examples=8)
-    @given(
-        net=networks(),
-        loss=st.sampled_from(LOSSES[:4]),
-        path=st.sampled_from([in_blocks, generic]),
-        m=st.integers(1, 3),
-    )
-    def test_one_seed_gives_one_set_of_numbers(self, net, loss, path, m):
-        args = (net.params, net.x, loss.target(Numbers(1), net.n))
-
-        def each(make, of=lambda t: t):
-            return of(make(net.f, loss, mc_samples=m, generator=seeded()))(*args)
-
-        root, batch, whole = each(sqrt_ggn), each(partial(diag_ggn, per_sample=True)), each(diag_ggn)
-        assert all(s.shape == (m, net.n, *p.shape) for s, p in zip(*map(tree.leaves, (root, net.params)), strict=True))
-        assert_trees_close(tree.map_leaves(lambda s: s.square().sum(0), root), batch, EXACT)
-        assert_trees_close(tree.map_leaves(lambda d: d.sum(0), batch), whole, EXACT)
-        assert_trees_close(each(diag_ggn, path), whole, EXACT)
-        assert_trees_close(each(sqrt_ggn, path), root, EXACT)
 
 
 class TestGenerator:

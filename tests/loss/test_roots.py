@@ -8,7 +8,6 @@ import torch.nn.functional as F
 
 from invfunc import diag_ggn, ggn_trace, kfac, outputs, sqrt_ggn
 from invfunc.kronecker import kfra
-from invfunc.loss.square_root import MatrixRoot
 from invfunc.testing import assert_trees_close
 from tests.networks import total
 from tests.strategies import Numbers, seeded
@@ -28,23 +27,6 @@ LOSSES = {
     "of a criterion": lambda z, y: (1 + F.cross_entropy(z, y, reduction="none")).square().sum(),
     "two": lambda z, y: F.cross_entropy(z, y) + 0.3 * F.mse_loss(2 * z[:, :2], T[:, :2]),
 }
-
-
-@pytest.mark.parametrize("rank", [1, 2, 4])
-def test_derivatives_of_any_order(rank):
-    a, weights = Numbers(6)(3, 4, rank), Numbers(7)(3, 4, 4)
-
-    def hessian(a):
-        b = torch.cat([a, a.sin()], 1)[:, :4]
-        return b @ b.mT
-
-    def through(a):
-        s = MatrixRoot.apply(hessian(a))
-        return s @ s.mT
-
-    for derivative in (torch.func.jacrev, lambda f: torch.func.jacrev(torch.func.jacrev(f))):
-        of = [derivative(lambda a, f=f: (f(a) * weights).sum() ** 2)(a) for f in (through, hessian)]
-        assert_trees_close(*of, 1e-9, 1e-9)
 
 
 def flat(result):

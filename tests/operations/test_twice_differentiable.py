@@ -11,16 +11,14 @@ import torch.nn.functional as F
 from hypothesis import given
 from hypothesis import strategies as st
 from torch import nn
-from torch.func import grad, jvp, vmap
+from torch.func import grad, jvp
 
-from invfunc import batch_grad, chunked, diag_ggn, diag_hessian, functional, ggnvp, hvp, tree
+from invfunc import batch_grad, diag_ggn, diag_hessian, functional, ggnvp, hvp, tree
 from invfunc.errors import ArgumentError
-from invfunc.operations.heard import function_of
-from invfunc.operations.operation import OPERATIONS
-from invfunc.operations.second_derivatives import TwiceDifferentiable
+from invfunc.operations.forms import TwiceDifferentiable
+from invfunc.operations.operation import OPERATIONS, function_of
 from invfunc.testing import assert_trees_close
 from tests import matrices
-from tests.around import differentiated
 from tests.matrices import assert_near, directions, flat
 from tests.networks import total
 from tests.operations.test_stated_effects import having
@@ -192,40 +190,11 @@ def test_an_operation_without_a_second_derivative_is_named():
             product(params, params, x, y)
 
 
-@models
-@pytest.mark.parametrize("product", [hvp, ggnvp], ids=lambda p: p.__name__)
-def test_derivatives_of_several_products_at_once(device, called, product):
-    """Under vmap torch's norms have wrong derivatives; the oracle is differences of one product after the other."""
-    f, params, x, y = arranged(called, device)
-    rows = tree.map_leaves(lambda p: torch.stack([p.sin(), p.cos()]), params)
-    batch = (x, y)
-
-    def one_by_one(p):
-        each = [product(f, F.mse_loss)(p, tree.map_leaves(lambda v, i=i: v[i], rows), *batch) for i in range(2)]
-        return total(tree.map_leaves(lambda *v: torch.stack(v), *each)).reshape(1)
-
-    def direct(p):
-        return vmap(product(f, F.mse_loss), (None, 0, None, None))(p, rows, *batch)
-
-    def linearised(p):
-        return vmap(product(f, F.mse_loss).linearize(p, *batch))(rows)
-
-    along = directions(params).to(x)
-    wanted = differences(one_by_one, params, along)[:, 0]
-    for at in (direct, linearised):
-        assert_near(along @ flat(grad(lambda p, at=at: total(at(p)))(params)), wanted, 1e-6)
-    assert_near(along @ flat(differentiated(linearised, (params,), [0])), wanted, 1e-6)
-
-
 # Norms, differentiated twice: in the precision of torch, in any order in memory, and where torch is wrong
 
 
 def standard(h, mean, variance):
     return (h - mean) * (variance + 1e-5).rsqrt()
-
-
-def of_each(h):
-    return standard(h, h.mean((2, 3), keepdim=True), h.var((2, 3), keepdim=True, correction=0))
 
 
 MEAN, VARIANCE = Numbers(7)(3), Numbers(8)(3).square() + 0.5
@@ -264,27 +233,6 @@ def test_what_is_normalised_may_lie_in_memory_in_any_order(called, data, n, size
     for make in (ggnvp, hvp):
         v = {"w": rand(3)}
         assert_trees_close(make(f, F.mse_loss)(params, v, x, y), make(g, F.mse_loss)(params, v, x, y), 1e-9)
-
-
-@pytest.mark.parametrize("called", ALONE)
-def test_a_sample_that_is_normalised_by_itself(called):
-    """Torch's own derivative is wrong where the sample and what is sent back lie in memory in different orders."""
-
-    def model(norm, p, x):
-        h = torch.tanh(F.conv2d(x, p["w"])).permute(2, 3, 0, 1).contiguous().permute(2, 3, 0, 1)
-        z = torch.einsum("nchw,kc->nkhw", norm(h), p["u"])
-        return z.tanh().flatten(1)
-
-    def written_out(h):
-        each = called.endswith(("train mode", "instance norm"))
-        return of_each(h) if each else standard(h, MEAN[:, None, None], VARIANCE[:, None, None])
-
-    rand, n = Numbers(), 1 if "train" in called else 3
-    args = {"w": rand(3, 2, 2, 2), "u": rand(2, 3)}, rand(n, 2, 4, 3), rand(n, 12)
-    f = partial(model, ALONE[called])
-    wanted = diag_ggn(partial(model, written_out), F.mse_loss)(*args)
-    for each in (diag_ggn(f, F.mse_loss), chunked(diag_ggn(f, F.mse_loss), n, over="samples")):
-        assert_trees_close(each(*args), wanted, 1e-10)
 
 
 NORMS = {

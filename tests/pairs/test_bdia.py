@@ -4,7 +4,6 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from torch.func import grad, vmap
 
 from invfunc import invertible_checkpoint, with_log_det
 from invfunc.errors import ArgumentError, ArgumentTypeError, RangeError
@@ -79,25 +78,6 @@ class TestGradient:
         for i, w in enumerate(weights[1:]):
             state = step(state, (signs[i], w))
         return state[1].sin().sum()
-
-    def test_is_that_of_the_same_network(self):
-        """Equals plain autograd's, also in torch.func, and nearly the one without a grid."""
-        x, signs, pair = Numbers(7)(5, 6), plus(3, 5), bdia(layer, self.GRID)
-        block = invertible_checkpoint(pair)
-        found, wanted = (grad(lambda w, h=h: self.loss(h, x, w, signs))(WEIGHTS) for h in (block, pair))
-        assert_trees_close(found, wanted, 1e-14)
-        leaves = [w.clone().requires_grad_() for w in WEIGHTS]
-        assert_trees_close(list(torch.autograd.grad(self.loss(block, x, leaves, signs), leaves)), wanted, 1e-14)
-        many = torch.stack([signs, ~signs])
-        mapped = vmap(lambda s: grad(lambda w: self.loss(block, x, w, s))(WEIGHTS))(many)
-        assert_trees_close([g[0] for g in mapped], wanted, 1e-12)
-
-        def smooth(state, own):
-            gamma = own[0][:, None].double() - 0.5
-            w, x = state
-            return x, gamma * w + (1 - gamma) * x + (1 + gamma) * layer(x, own[1])
-
-        assert_trees_close(found, grad(lambda w: self.loss(smooth, x, w, signs))(WEIGHTS), 1e-7)
 
     def test_f_is_evaluated_twice_and_a_bit_an_entry_is_kept(self):
         calls, peaks = [], []

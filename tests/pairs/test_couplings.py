@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
-from functools import partial
 from typing import Any
 
 import pytest
@@ -209,37 +208,3 @@ class TestLogDeterminant:
                 with_log_det(pair)
         with pytest.raises(ArgumentTypeError, match=r"^with_log_det\(pair\): pair is of type function"):
             with_log_det(summed)
-
-    def test_is_carried_through_a_flow_with_batch_norm(self, device, dtype):
-        """Whose statistics are hidden beside the state: as in plain blocks, as one chain, and inside of torch.func."""
-        x, weight, bias, w = moved(
-            (Numbers()(6, 4), Numbers(1)(4).exp(), Numbers(2)(4), Numbers(3)(2, 2)), dtype, device
-        )
-        coupling = affine_coupling(*[lambda a, w: ((a @ w).tanh(), a @ w)] * 2, split_dim=1)
-        start = torch.zeros(6, dtype=dtype, device=device)
-
-        def loss(flow, x, weight, bias, w):
-            y, s = flow((x * 1, start), [(w, w), (weight, bias), (w, w)])
-            return (y.square().sum(1) / 2 - s).mean()
-
-        def one_by_one(wrap):
-            blocks = [wrap(with_log_det(pair)) for pair in (coupling, layers.batch_norm(), coupling)]
-
-            def flow(state, params):
-                for block, p in zip(blocks, params, strict=True):
-                    state = block(state, p)
-                return state
-
-            return flow
-
-        given = x, weight, bias, w
-        wanted = grad(partial(loss, one_by_one(lambda pair: pair)), (0, 1, 2, 3))(*given)
-        chained = with_log_det(chain(coupling, layers.batch_norm(), coupling))
-        for flow in (one_by_one(invertible_checkpoint), chained, invertible_checkpoint(chained)):
-            leaves = [t.clone().requires_grad_() for t in given]
-            assert_trees_close(torch.autograd.grad(loss(flow, *leaves), leaves), wanted, 100 * RTOL[dtype], FLOOR)
-            assert_trees_close(grad(partial(loss, flow), (0, 1, 2, 3))(*given), wanted, 100 * RTOL[dtype], FLOOR)
-        norm = layers.batch_norm()
-        y, (mean, var) = norm.forward(x, (weight, bias))
-        fixed = layers.batch_norm(statistics=(mean, var))
-        assert_trees_close(with_log_det(norm)((x, start), (weight, bias)), (y, fixed.log_det(x, (weight, bias))), 1e-5)

@@ -2,12 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import FrozenInstanceError, fields
-
 import pytest
 import torch
-from hypothesis import given
-from hypothesis import strategies as st
 from torch import nn
 from torch.func import grad
 
@@ -16,15 +12,12 @@ from invfunc import (
     additive_coupling,
     affine_coupling,
     functional,
-    invert,
     invertible_checkpoint,
     tree,
-    variance,
 )
 from invfunc.errors import ArgumentError, ArgumentTypeError, InverseError
 from invfunc.pairs import Grid, fixed_point, leapfrog, momentum, state_first
 from invfunc.testing import assert_trees_close
-from invfunc.testing.models import moved
 from tests.pairs.test_pairs_are_values import WIDTH, halves, layer, modules, weight
 from tests.strategies import Numbers
 
@@ -37,40 +30,7 @@ def back(y, by, *, times=1.0):
     return {name: t / by / times for name, t in y.items()}
 
 
-def volume(x, by, *, times=1.0):
-    return sum(t.abs().log().sum() * 0 for t in x.values()) + len(x) * (torch.as_tensor(by) * times).log()
-
-
 class TestInvertible:
-    @given(by=st.floats(0.5, 2), times=st.sampled_from([1.0, 4.0]), names=st.sets(st.sampled_from("abc"), min_size=1))
-    def test_is_its_forward_function(self, device, dtype, by, times, names):
-        rand = Numbers()
-        x = moved({name: rand(3) for name in sorted(names)}, dtype, device)
-        pair = Invertible(there, back, log_det=volume)
-        for p in (pair, invert(invert(pair))):
-            y = p(x, by, times=times)
-            assert_trees_close(y, there(x, by, times=times), 0)
-            assert_trees_close(p.inverse(y, by, times=times), back(y, by, times=times), 0)
-            assert_trees_close(invert(p)(y, by, times=times), x, 1e-5 if dtype == torch.float32 else 1e-12)
-            assert_trees_close(p.log_det(x, by, times=times), volume(x, by, times=times), 1e-5)
-            assert_trees_close(invert(p).log_det(y, by, times=times), -volume(x, by, times=times), 1e-5)
-
-    def test_hands_its_shared_functions_to_both_directions(self):
-        pair = Invertible(
-            lambda f, x, p: x + f(p), lambda f, y, p: y - f(p), (torch.exp,), log_det=lambda f, x, p: f(p)
-        )
-        x, p = torch.ones(2), torch.zeros(2)
-        assert torch.equal(pair(x, p), x + 1) and torch.equal(invert(pair)(x, p), x - 1)
-        assert invert(pair).shared == pair.shared
-        assert torch.equal(invert(pair).log_det(torch.exp, x, p), -torch.ones(2))
-
-    @pytest.mark.parametrize("name", [f.name for f in fields(Invertible)])
-    def test_cannot_be_changed(self, name):
-        pair = Invertible(there, back)
-        with pytest.raises(FrozenInstanceError):
-            setattr(pair, name, None)
-        assert pair == Invertible(there, back) and hash(pair) == hash(Invertible(there, back))
-
     @pytest.mark.parametrize("given_out", [torch.ones(2), (torch.ones(2),), [torch.ones(2), None], {"a": 1, "b": 2}])
     def test_that_hides_gives_a_pair(self, given_out):
         """A tensor of two rows would be taken for y and what is hidden."""
@@ -203,13 +163,6 @@ class TestStateFirst:
         assert repr(state_first(f)) == "state_first(f)"
         assert repr(invertible_checkpoint(state_first(f), None)).startswith("invertible_checkpoint(state_first(f)")
 
-    def test_makes_model_functions_of_invertible_ones(self):
-        rand = Numbers()
-        x, w = rand(5, 3), rand(3)
-        g = state_first(invertible_checkpoint(lambda x, w: x * w.exp(), lambda y, w: y * (-w).exp()))
-        found = variance(lambda w, x: g(w, x).sin().sum(1))(w, x)
-        assert_trees_close(found, variance(lambda w, x: (x * w.exp()).sin().sum(1))(w, x), 1e-10)
-
     def test_refuses_what_is_no_function(self):
         model = torch.nn.Linear(2, 2)
         for f, told in ((3, "int"), (None, "NoneType"), (model, "functional")):
@@ -219,51 +172,7 @@ class TestStateFirst:
         assert_trees_close(state_first(f)(torch.ones(2), params), model(torch.ones(2)), 0)
 
 
-class TestCouplings:
-    @pytest.mark.parametrize(
-        "pair, name",
-        [
-            (additive_coupling(torch.sin, torch.cos), "additive_coupling(sin, cos)"),
-            (affine_coupling(torch.sin, torch.cos, split_dim=-1), "affine_coupling(sin, cos, split_dim=-1)"),
-            (momentum(torch.sin), "momentum(sin, gamma=0.9)"),
-            (leapfrog(torch.sin, 0.5), "leapfrog(sin, step=0.5)"),
-        ],
-    )
-    def test_name_the_pair(self, pair, name):
-        assert repr(pair) == name and name in repr(invert(pair))
-
-
 # The parts of couplings: modules or functions, in their own dtype, whose shapes are checked.
-
-
-class TestModulesAsParts:
-    MAKERS = {
-        "additive": lambda F, G: (additive_coupling(F, G), (0, 1)),
-        "momentum": lambda F, G: (momentum(F), (0,)),
-        "leapfrog": lambda F, G: (leapfrog(F, 0.5), (0,)),
-        "fixed_point": lambda F, G: (fixed_point(F), (0,)),
-    }
-
-    @pytest.mark.parametrize("make", MAKERS.values(), ids=MAKERS)
-    def test_are_functions_of_their_own_parameters_and_of_those_of_functional(self, make):
-        """Passed ones get the gradients, and the module none."""
-        parts, x = modules(), halves(Numbers(2))
-        pair, used = make(*parts)
-        plain, _ = make(*(lambda b, m=m: m(b) for m in parts))
-        assert_trees_close(pair(x), plain(x), 0)
-        assert "Linear" in repr(pair)
-        params = [{name: 2 * p for name, p in functional(m)[1].items()} for m in parts]
-        other, _ = make(*(functional(m)[0] for m in parts))
-        swapped, _ = make(*(lambda b, p, m=m: functional(m)[0](p, b) for m in parts))
-        given_ = tuple(params) if len(used) == 2 else params[0]
-
-        def loss(pair, params, call=lambda g: g):
-            return sum(t.square().sum() for t in call(pair)(x, params))
-
-        found = torch.func.grad(lambda p: loss(pair, p, invertible_checkpoint))(given_)
-        wanted = torch.func.grad(lambda p: loss(swapped, p))(given_)
-        assert_trees_close(found, wanted, 1e-10)
-        assert all(p.grad is None for m in parts for p in m.parameters())
 
 
 @pytest.mark.quick

@@ -93,15 +93,6 @@ class TestOrder:
         errors = [(plain(runge_kutta(turning, tableau), n) - self.EXACT).abs().max() for n in (100, 200)]
         assert abs(math.log2(errors[0] / errors[1]) - ORDERS[tableau]) < 0.3
 
-    def test_a_scheme_is_its_formula(self):
-        """Of Kutta's four stages, written out."""
-        t, s, h = 0.25, 0.75, 0.5
-        k1 = turning(X, t)
-        k2 = turning(X + h / 2 * k1, t + h / 2)
-        k3 = turning(X + h / 2 * k2, t + h / 2)
-        k4 = turning(X + h * k3, s)
-        assert_trees_close(runge_kutta(turning)(X, t, s), h / 6 * (k1 + 2 * k2 + 2 * k3 + k4), 1e-15)
-
 
 class TestBackwards:
     @pytest.mark.parametrize("steps", [20, 120])

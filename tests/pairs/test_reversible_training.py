@@ -302,21 +302,6 @@ class TestComposes:
         v = Numbers(2)(4)
         assert_trees_close(jvp(of[0], (cs[0],), (v,))[1], wanted[0] @ v, 1e-12)
 
-    @of_each
-    def test_with_invert_whose_derivative_is_the_inverse(self, make):
-        """There and back is the identity, which does not depend on what is between."""
-        step = make(lambda w, c: (c * w.sin()).sum(), lr=0.1)
-        train, start, c, v = repeated(step), Numbers(0)(3), Numbers(1)(4).sigmoid(), Numbers(2)(3)
-
-        def there_and_back(params: torch.Tensor, c: torch.Tensor) -> torch.Tensor:
-            state = step.start(params)
-            return invert(train)(train(state, list(c)), list(c)).weights
-
-        of_start, of_c = grad(lambda w, c: v @ there_and_back(w, c), argnums=(0, 1))(start, c)
-        assert_trees_close((of_start, of_c), (v, 0 * c), 1e-9, floor=1)
-        along = jvp(there_and_back, (start, c), (v, c))[1]
-        assert_trees_close(along, v, 1e-9)
-
 
 class TestErrors:
     def test_of_arguments(self):

@@ -47,53 +47,6 @@ def test_is_the_call_itself_at_other_numbers(case):
     assert refused or hits(c) > 0 or draws_by_itself, whys(c)
 
 
-def transformer():
-    layer = torch.nn.TransformerEncoderLayer(8, 2, 16, dropout=0.2, batch_first=True)
-    return torch.nn.Sequential(layer, torch.nn.Flatten(), torch.nn.Linear(24, 5)), Numbers(3)(4, 3, 8)
-
-
-def batch_norm():
-    own = torch.nn.Sequential(torch.nn.Linear(4, 6), torch.nn.BatchNorm1d(6), torch.nn.Tanh(), torch.nn.Linear(6, 5))
-    return own.eval(), Numbers(3)(4, 4)
-
-
-@pytest.mark.parametrize("model", [transformer, batch_norm])
-@pytest.mark.parametrize("make", [invfunc.variance, invfunc.diag_ggn, exact, invfunc.hvp, invfunc.clipped_grad])
-def test_of_modules_sees_steps_of_an_optimiser_and_their_modes(model, make):
-    """Buffers and frozen weights are closed over; dropout draws the numbers of the call itself."""
-    torch.manual_seed(0)
-    (own, x), y = model(), torch.arange(4)
-    own = own.double()
-    *_, frozen = own.parameters()
-    frozen.requires_grad_(False)
-    f, params = invfunc.functional(own)
-
-    def losses(p, x, y):
-        return F.cross_entropy(f(p, x), y, reduction="none")
-
-    def made():
-        if make is invfunc.clipped_grad:
-            return make(losses, max_norm=1.0)
-        return make(losses) if make is invfunc.variance else make(f, F.cross_entropy)
-
-    t, c, more = made(), compiled(made()), ()
-    for k in range(6):
-        if make is invfunc.hvp:
-            more = (tree.map_tensors(torch.cos, params),)
-        torch.manual_seed(k)
-        wanted, after = t(params, *more, x, y), torch.rand(2)
-        torch.manual_seed(k)
-        assert_trees_close((c(params, *more, x, y), torch.rand(2)), (wanted, after), EXACT)
-        with torch.no_grad():
-            for p in (frozen, *params.values()):
-                p.mul_(1.1)
-        if k == 2:
-            own.train() if model is transformer and not own.training else own.eval()
-        if k == 4:
-            own.load_state_dict({name: 0.9 * x for name, x in own.state_dict().items()})
-    assert hits(c) >= 4 and c.calls.made <= 2, whys(c)
-
-
 PRODUCTS = {
     "hvp": lambda f: invfunc.hvp(f, F.cross_entropy),
     "ggnvp": lambda f: invfunc.ggnvp(f, F.cross_entropy),

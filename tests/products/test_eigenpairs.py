@@ -114,31 +114,6 @@ class TestPairs:
             s = torch.cat([x.reshape(*x.shape[:2], -1) for x in tree.leaves(columns)], 2)
             assert_near(curvatures, torch.einsum("vnp,kp->vnk", s, e).square().sum(0), 10 * rtol)
 
-    def test_of_several_outputs(self):
-        """Whose columns are of different kinds, in either form."""
-        params, x = {"w": Numbers(0)(4, 3), "u": Numbers(1)(4, 2)}, Numbers(2)(5, 4)
-        y = Numbers(3).below(3, 5), Numbers(4)(5, 2)
-
-        def f(p, x):
-            z = torch.tanh(x @ p["w"])
-            return z, x @ p["u"] + z[:, :2]
-
-        def loss(z, y):
-            return F.cross_entropy(z[0], y[0]) + F.mse_loss(z[1], y[1])
-
-        def joined(z, y):
-            return loss(z.split([3, 2], 1), y)
-
-        matrix = matrices.ggn(lambda p, x: torch.cat(f(p, x), 1), joined, params, x, y)
-        v = Numbers(5)(20)
-        for t in (eigenpairs(f, loss), eigenpairs(lambda p, x, y: loss(f(p, x), y))):
-            pairs = t(params, x, y)
-            assert_near(flat(pairs @ shaped(v, params)), matrix @ v, 1e-12)
-            assert_near(flat(pairs.solve(shaped(v, params), DAMPING)), torch.linalg.solve(damped(matrix), v), 1e-10)
-            assert_near(
-                pairs.slopes().sum(0), rows(pairs.vectors()) @ flat(grad(lambda p: loss(f(p, x), y))(params)), 1e-11
-            )
-
     def test_of_the_largest_eigenvalues(self):
         loss, net = LOSSES[0], network("convolution", 5)
         args = net.params, net.x, loss.target(Numbers(1), 5)
@@ -204,27 +179,6 @@ class TestSolve:
         turned = dict(reversed(several(one, like).items()))
         assert_near(flat(tree.map_leaves(lambda x: x, pairs.solve(turned, DAMPING))), inverse @ one, 1e-11)
         assert solve(v[:0]).shape == (0, 2, pairs.size)
-
-    def test_is_as_right_as_its_condition_in_single_precision(self):
-        """Of the gradient, which lies in the range of the matrix, where nearly all of it cancels."""
-        f, params = invfunc.functional(nn.Sequential(nn.Linear(16, 16), nn.Tanh(), nn.Linear(16, 4)).double())
-        params = tree.map_tensors(lambda p: Numbers(p.numel())(*p.shape) / 2, params)
-        x, y = Numbers(1)(60, 16), Numbers(2).below(4, 60)
-        low = tree.map_tensors(torch.Tensor.float, params)
-        pairs, matrix = (
-            eigenpairs(f, F.cross_entropy)(low, x.float(), y),
-            matrices.ggn(f, F.cross_entropy, params, x, y),
-        )
-        v = flat(grad(lambda p: F.cross_entropy(f(p, x), y))(params))
-        for damping in (1e-2, 1e-3, 1e-4):
-            wanted = torch.linalg.solve(damped(matrix, damping), v)
-            error = (flat(pairs.solve(shaped(v.float(), low), damping)) - wanted).norm() / wanted.norm()
-            condition = pairs.values[0] / damping
-            assert error < torch.finfo(torch.float32).eps * condition / 5
-        for lost in (lambda: pairs.solve(shaped(v.float(), low), 1e-9), lambda: pairs.inverse(1e-9)):
-            with pytest.raises(ArgumentError, match=r"is 1e-09, too small beside the largest .* in torch.float32"):
-                lost()
-        assert pairs.logdet(1e-9).isfinite()
 
 
 class TestRuns:

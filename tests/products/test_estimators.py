@@ -54,19 +54,6 @@ class TestValues:
         again = estimate_diagonal(product, generator=seeded(1, device), **options)(*args)
         assert_trees_close(again, diagonal, 100 * rtol, 1e-2)  # linearised once, with the same numbers
 
-    @given(st.integers(1, 3))
-    def test_signs_are_exact_for_a_diagonal_matrix(self, probes):
-        diagonal, params = Numbers()(5), {"a": torch.zeros(2).double(), "b": torch.zeros(3).double()}
-        options = {"probes": probes, "generator": seeded()}
-        trace = estimate_trace(of_matrix, **options)(params, diagonal.diag())
-        assert_near(trace.value, diagonal.sum(), 1e-14)
-        found = estimate_diagonal(of_matrix, **options)(params, diagonal.diag())
-        assert torch.equal(flat(found.value), diagonal)
-        if probes == 1:
-            assert trace.standard_error.isnan() and flat(found.standard_error).isnan().all()
-        else:
-            assert trace.standard_error < 1e-14 and not flat(found.standard_error).any()
-
     @estimators
     @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
     def test_are_averaged_in_float32(self, estimator, dtype):

@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch.func import grad, hessian, jacrev
 
-from invfunc import batch_grad, diag_ggn, ggnvp, hvp
+from invfunc import diag_ggn, ggnvp, hvp
 from invfunc.errors import ArgumentError
 from invfunc.testing import assert_trees_close
 from invfunc.testing.models import moved
@@ -41,35 +41,6 @@ class TestEmpirical:
 def each_of(loss, z, y):
     losses = loss(z, y, "none")
     return losses if losses.ndim == 1 else losses.sum(1)
-
-
-def both_orders(x):
-    return torch.cat([x, x.roll(1, 0)])
-
-
-MOVED = {
-    "repeated": lambda x: x[torch.tensor([0, 0, 2, 3, 0])],
-    "in another order": lambda x: x[torch.tensor([2, 0, 1, 3])],
-    "two views": both_orders,
-    "scripted": torch.jit.script(torch.nn.Identity()),
-}
-
-
-@pytest.mark.parametrize("way", MOVED)
-@pytest.mark.parametrize("back", [False, True], ids=["there", "back"])
-def test_samples_may_go_to_other_places(way, back):
-    """The empirical Fisher matrix is that of the shares, which are the sums over the places of each sample."""
-    rand = Numbers()
-    params, x, y = {"w": rand(3, 2), "b": rand(2)}, rand(4, 3), rand(4, 2)
-
-    def loss(params, x, y):
-        z = torch.tanh(MOVED[way](x) @ params["w"] + params["b"])
-        y = MOVED[way](y)
-        return F.mse_loss(z.flip(0), y.flip(0)) if back else F.mse_loss(z, y)
-
-    shares = batch_grad(loss)(params, x, y)
-    g = torch.cat([shares[name].flatten(1) for name in params], 1)
-    assert_near(matrices.of(ggnvp(loss, fisher="empirical"), params, x, y), g.T @ g, 1e-9)
 
 
 class TestDrawn:
@@ -154,28 +125,6 @@ def test_is_the_sum_of_its_parts(activation, kind, modify):
         found = t(PARAMS, units(), X, target)
         found = {name: v.reshape(len(v), -1)[: v[0].numel()] for name, v in found.items()}
         assert_trees_close(found, wanted, 1e-10, 1e-3)
-
-
-STRAIGHT = {
-    "interpolate": lambda z: F.interpolate(z.view(-1, 1, 2, 2), size=(4, 4), mode="bilinear").flatten(1),
-    "addcmul": lambda z: torch.addcmul(z, X[:, :1], z.flip(1), value=0.5),
-    "addmm": lambda z: torch.addmm(z, z, Numbers(6)(4, 4)),
-    "lerp": lambda z: torch.lerp(X[:, :1], z, 0.3),
-    "scatter": lambda z: torch.zeros(4, 6).double().scatter_add(1, torch.tensor([[0, 2, 2, 5]]).expand(4, -1), z),
-    "pieces": lambda z: torch.cat([z.relu().chunk(2, 1)[0].cumsum(1), z.clamp(-1, 1).topk(2, 1).values], 1),
-    "moved": lambda z: z.swapdims(0, 1).ravel().view(4, 4).T.to(torch.float64).tril(),
-}
-"""Functions of outputs in which nothing bends."""
-
-
-@pytest.mark.parametrize("name", STRAIGHT)
-def test_what_does_not_bend_is_the_ggn(name):
-    def f(p, x):
-        return STRAIGHT[name](x @ p["a"])
-
-    params, V, y = {"a": PARAMS["a"]}, {"a": Numbers(7)(2, 3, 4)}, torch.tensor([0, 2, 1, 1])
-    found = hvp(f, F.cross_entropy, blocks=True, modify="abs")(params, V, X, y)
-    assert_trees_close(found, ggnvp(f, F.cross_entropy, blocks=True)(params, V, X, y), 1e-10)
 
 
 BOTH = (lambda z: torch.stack([*torch.var_mean(z, 1), z[:, 0]], 1), "var_mean")

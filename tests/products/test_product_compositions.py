@@ -1,6 +1,6 @@
 """Products inside other transforms, and what they leave as it was."""
 
-from functools import cache, partial
+from functools import cache
 
 import pytest
 import torch
@@ -10,8 +10,8 @@ from hypothesis import strategies as st
 from torch import nn
 from torch.func import grad, jacrev, jvp, vmap
 
-from invfunc import batch_grad, diag_ggn, ggnvp, hvp, kfac, linearize, tree
-from invfunc.errors import ConvexityError, SampleAxisError
+from invfunc import ggnvp, hvp, linearize, tree
+from invfunc.errors import ConvexityError
 from invfunc.testing import assert_trees_close
 from tests import matrices
 from tests.around import COMPOSITIONS, SMOOTH, differentiated
@@ -204,40 +204,6 @@ class TestSamples:
         for reduced in (loss, lambda z, y: loss(z, y).sum()) if factor < 0 else ():
             with pytest.raises(ConvexityError):
                 ggnvp(f, reduced).linearize(*args)
-
-    @given(order=st.permutations(range(3)), other=st.integers(0, 1))
-    def test_may_lie_along_other_axes(self, order, other):
-        f, params = model((2, 3))
-        x, y = Numbers(1)(4, 2), Numbers(2)(4, 2, 3)
-        at, back = order.index(0), [order.index(d) for d in range(3)]
-
-        def last(p, x):
-            return f(p, x.movedim(other, 0)).permute(order)
-
-        args, dims = (params, x.movedim(0, other), y.permute(order)), {"in_dims": (other, at), "out_dims": at}
-        wanted = matrices.ggn(f, F.mse_loss, params, x, y)
-        assert_near(matrices.of(ggnvp(last, F.mse_loss, **dims), *args), wanted, 1e-8)
-        alone = ggnvp(lambda p, x, y: F.mse_loss(last(p, x).permute(back), y.permute(back)), in_dims=(other, at))
-        assert_near(matrices.of(alone, *args), wanted, 1e-8)
-        each = composed(f, lambda z, y: F.mse_loss(z, y, reduction="none").flatten(1).sum(1))
-        wanted = matrices.fisher(each, params, x, y)
-        summed = ggnvp(last, lambda z, y: F.mse_loss(z, y, reduction="sum"), fisher="empirical", **dims)
-        assert_near(matrices.of(summed, *args), wanted, 1e-8)
-
-    @pytest.mark.parametrize("make", [batch_grad, diag_ggn, partial(kfac, fisher="exact")])
-    def test_of_a_contrastive_loss_are_mixed_and_the_error_says_what_there_is(self, make):
-        f, params = model((3,))
-        x, y = Numbers(1)(4, 2), torch.arange(4)
-
-        def similarities(p, x):
-            return f(p, x) @ f(p, x.flip(1)).T
-
-        loss = composed(similarities, F.cross_entropy)
-        with pytest.raises(SampleAxisError, match=r"products of samples.*`hvp\(f\)` and `ggnvp\(f, loss\)`"):
-            make(loss)(params, x, y)
-        assert_near(matrices.of(hvp(loss), params, x, y), matrices.hessian(loss, params, x, y), 1e-8)
-        wanted = matrices.ggn(similarities, F.cross_entropy, params, x, y)
-        assert_near(matrices.of(ggnvp(similarities, F.cross_entropy), params, x, y), wanted, 1e-8)
 
     def test_a_mixing_loss_that_is_not_convex_is_refused(self):
         f, params = model((3,))

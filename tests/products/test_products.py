@@ -127,37 +127,6 @@ class TestLosses:
 
 
 class TestVectors:
-    @pytest.mark.parametrize(
-        "product", [hvp, ggnvp, partial(ggnvp, fisher="empirical")], ids=["hvp", "ggnvp", "fisher"]
-    )
-    def test_a_product_is_linear_and_the_same_for_several(self, product):
-        net, loss = network("convolution", 4), LOSSES[0]
-        args, rows = (net.params, net.x, loss.target(Numbers(1), 4)), vectors(net.params, 5)
-        at = product(net.f, loss).linearize(*args)
-        whole = torch.vmap(at)(rows)
-        assert_trees_close(
-            torch.vmap(torch.vmap(at))(tree.map_leaves(lambda v: v[None], rows)),
-            tree.map_leaves(lambda v: v[None], whole),
-            1e-10,
-        )
-        direct = torch.vmap(product(net.f, loss), (None, 0, None, None))(net.params, rows, *args[1:])
-        assert_trees_close(direct, whole, 1e-10)
-        one, two = (tree.map_leaves(lambda v, i=i: v[i], rows) for i in (0, 1))
-        both = tree.map_leaves(lambda a, b: 2 * a - b, one, two)
-        wanted = tree.map_leaves(lambda y: 2 * y[0] - y[1], whole)
-        assert_trees_close(at(both), wanted, 1e-10)
-        assert_trees_close(product(net.f, loss)(net.params, both, *args[1:]), wanted, 1e-10)
-
-    @pytest.mark.parametrize(
-        "pair", [(hvp, partial(hvp, blocks=True)), (ggnvp, partial(ggnvp, blocks=True))], ids=["H", "GGN"]
-    )
-    def test_a_block_of_one_parameter_is_the_whole(self, pair):
-        product, block = pair
-        args, rows = (Numbers()(3, 2), Numbers(1)(4, 3), Numbers(2)(4, 3)), Numbers(3)(5, 3, 2)
-        f = network("tied").f
-        whole = torch.vmap(product(f, F.mse_loss).linearize(*args))(rows)
-        assert_trees_close(block(f, F.mse_loss)(args[0], rows, *args[1:]), whole, 1e-10)
-
     def test_trees_may_have_another_order(self):
         net = network("affine")
         v = vectors(net.params)

@@ -7,11 +7,11 @@ import torch
 import torch.nn.functional as F
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from torch import nn
 
-from invfunc import ekfac, functional, ggn_trace, kfac
+from invfunc import ekfac, ggn_trace, kfac
 from invfunc.errors import ArgumentError
 from invfunc.testing import assert_trees_close, dense_ggn, peak_memory
+from tests.core.programs import MODULES, of_module
 from tests.crossed import GATES_OF_PATCHES, sides, thresholds_at
 from tests.laws import composed
 from tests.reductions.test_kfac import SHARINGS, matrices
@@ -22,86 +22,13 @@ EXACT, FLOOR = 1e-9, 1e-6
 sharings = pytest.mark.parametrize("sharing", SHARINGS)
 
 
-class Block(nn.Module):
-    """A transformer layer whose branches are scaled."""
-
-    def __init__(self, d):
-        super().__init__()
-        self.norm, self.qkv, self.out = nn.LayerNorm(d), nn.Linear(d, 3 * d), nn.Linear(d, d)
-        self.scale, self.mlp = nn.Parameter(0.5 * torch.ones(d)), nn.Sequential(nn.Linear(d, 3), nn.GELU())
-        self.back = nn.Linear(3, d)
-
-    def forward(self, x):
-        q, k, v = self.qkv(self.norm(x)).unflatten(-1, (3, 2, -1)).permute(2, 0, 3, 1, 4)
-        x = x + self.scale * self.out(F.scaled_dot_product_attention(q, k, v).transpose(1, 2).flatten(-2))
-        return x + self.back(self.mlp(x))
-
-
-class Language(nn.Module):
-    """Tokens, positions and perhaps types, with the token embedding as the head, as in GPT-2 and BERT."""
-
-    def __init__(self, types):
-        super().__init__()
-        self.tokens, self.positions, self.block = nn.Embedding(5, 4), nn.Embedding(6, 4), Block(4)
-        self.types = nn.Embedding(2, 4) if types else None
-        self.bias = nn.Parameter(torch.zeros(5))
-
-    def forward(self, i):
-        h = self.tokens(i) + self.positions(torch.arange(i.shape[1])[None])
-        if self.types is not None:
-            h = h + self.types(torch.zeros_like(i[:1]).expand(len(i), -1))
-        return (F.linear(self.block(h), self.tokens.weight) + self.bias).transpose(1, 2)
-
-
-class Vision(nn.Module):
-    """Patches behind a class token, with positions, a temperature at the end: as in ViT and CLIP."""
-
-    def __init__(self, expand):
-        super().__init__()
-        self.patches, self.block, self.head = nn.Conv2d(1, 4, 2, stride=2), Block(4), nn.Linear(4, 3)
-        self.token, self.temperature = nn.Parameter(torch.ones(1, 1, 4)), nn.Parameter(torch.tensor(0.3))
-        self.positions, self.expand = nn.Parameter(0.1 * torch.ones(1, 5, 4)), expand
-
-    def forward(self, x):
-        x = self.patches(x).flatten(2).mT
-        token = self.token.expand(len(x), -1, -1) if self.expand else self.token.repeat(len(x), 1, 1)
-        h = self.block(torch.cat([token, x], 1) + self.positions)
-        return self.temperature.exp() * F.normalize(self.head(h[:, 0]), dim=-1)
-
-
-def mobile():
-    """A convolution, then one in depth and one that mixes the channels."""
-    return nn.Sequential(
-        nn.Conv2d(1, 4, 2), nn.BatchNorm2d(4), nn.ReLU6(), nn.Conv2d(4, 4, 2, groups=4, bias=False), nn.BatchNorm2d(4),
-        nn.ReLU6(), nn.Conv2d(4, 6, 1, groups=2), nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(6, 3),
-    )  # fmt: skip
-
-
-MODELS = {
-    "GPT-2": (partial(Language, False), lambda rand, n: rand.below(5, n, 3)),
-    "BERT": (partial(Language, True), lambda rand, n: rand.below(5, n, 3)),
-    "ViT": (partial(Vision, True), lambda rand, n: rand(n, 1, 4, 4)),
-    "CLIP": (partial(Vision, False), lambda rand, n: rand(n, 1, 4, 4)),
-    "MobileNet": (mobile, lambda rand, n: rand(n, 1, 4, 4)),
-}
-
-
-def arranged(called, n):
-    make, inputs = MODELS[called]
-    f, params = functional(make().double().eval())
-    x = inputs(Numbers(2), n)
-    z = f({name: p + 0.3 * Numbers(3)(*p.shape) for name, p in params.items()}, x)
-    target = Numbers(1).below(z.shape[1], n, *z.shape[2:])
-    return f, ({name: p + 0.3 * Numbers(3)(*p.shape) for name, p in params.items()}, x, target)
-
-
 class TestModels:
-    @pytest.mark.parametrize("called", MODELS)
+    @pytest.mark.parametrize("called", MODULES)
     @pytest.mark.parametrize("n", [1, 3])
     @sharings
     def test_have_factors_of_every_parameter(self, called, n, sharing):
         """In one call, and the eigenbasis sees all of the block of each: the traces are equal."""
-        f, args = arranged(called, n)
+        f, *args = of_module(called, n)
         loss = F.cross_entropy
         wanted = ggn_trace(f, loss, per_parameter=True)(*args)
         found = ekfac(f, loss, fisher="exact", weight_sharing=sharing)(*args)

@@ -4,15 +4,13 @@ import pytest
 import torch
 import torch.nn.functional as F
 from hypothesis import given
-from hypothesis import strategies as st
 
 from invfunc import diag_ggn, outputs, sqrt_ggn, tree
 from invfunc.errors import ArgumentError, ConvexityError, SampleAxisError, SplitError
 from invfunc.testing import loop_batch_jacobian
 from invfunc.testing.oracles import assert_trees_close, dense_diag_ggn
 from tests.criteria import after_logarithms, cross_entropies, elementwise, model
-from tests.laws import composed
-from tests.networks import LOSSES, network, networks, total
+from tests.networks import LOSSES, network, total
 from tests.strategies import Numbers, seeded
 
 EXACT = 1e-10
@@ -41,22 +39,6 @@ class TestKnownLosses:
     @given(after_logarithms())
     def test_after_a_logarithm(self, criterion):
         assert_both_forms_exact(criterion)
-
-    @given(networks(sequences=True), st.sampled_from(LOSSES), st.sampled_from(["mean", "sum"]), st.booleans())
-    def test_of_any_network(self, net, loss, reduction, dense):
-        target = loss.target(Numbers(1), net.n)
-        if net.called == "sequence":  # one loss for each step
-            target = torch.stack([target, loss.target(Numbers(2), net.n)], 1)
-
-        def criterion(z, y):
-            if z.ndim == 3:
-                z, y = z.transpose(1, 2), y.transpose(1, 2) if y.ndim == 3 else y
-            return loss(z, y, reduction)
-
-        args, method = (net.params, net.x, target), "dense" if dense else "auto"
-        wanted = dense_diag_ggn(net.f, criterion)(*args)
-        assert_trees_close(diag_ggn(net.f, criterion, method=method)(*args), wanted, EXACT)
-        assert_trees_close(diag_ggn(composed(net.f, criterion), method=method)(*args), wanted, EXACT)
 
 
 CONVEX = {

@@ -9,15 +9,12 @@ import torch
 import torch.nn.functional as F
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from torch import nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from invfunc import diag_ggn, diag_hessian, outputs, tree
+from invfunc import diag_hessian, outputs, tree
 from invfunc.testing import assert_trees_close, dense_batch_diag_hessian, dense_diag_hessian
 from invfunc.testing.models import moved
 from tests.laws import composed, squares
-from tests.layer_cases import case
-from tests.modules import MODELS
 from tests.networks import LOSSES, networks
 from tests.rows import generic, in_blocks
 from tests.strategies import Numbers
@@ -102,40 +99,6 @@ TWICE = [name for name in LAYERS if name != "EmbeddingBag" and "activations" not
 def test_of_any_layer(layer, data, device, dtype):
     paths = ("fast", "blocks") if len(layer) % 2 else ("generic", "fast")
     assert_case_exact(data.draw(LAYERS[layer]), paths, device, dtype)
-
-
-@pytest.mark.parametrize("model", MODELS)
-@settings(max_examples=2)
-@given(data=st.data())
-def test_of_any_model(model, data, device, dtype):
-    assert_case_exact(data.draw(MODELS[model]), ("fast", "fast"), device, dtype)
-
-
-@pytest.mark.parametrize("mode", ["sum", "mean", "max"])
-def test_of_bags_of_embeddings(mode):
-    def bag(p, i):
-        return F.embedding_bag(i, p["table"], mode=mode).sin() @ p["head"]
-
-    def embedded(p, i):
-        x = F.embedding(i, p["table"])
-        return (x.amax(1) if mode == "max" else getattr(x, mode)(1)).sin() @ p["head"]
-
-    rand = Numbers()
-    args = {"table": rand(4, 2), "head": rand(2, 3)}, rand.below(4, 3, 2), rand(3, 3)
-    found = diag_hessian(bag, wave, per_sample=True)(*args)
-    assert_trees_close(found, dense_batch_diag_hessian(embedded, wave)(*args), EXACT)
-
-
-KINKED = [nn.ReLU, nn.LeakyReLU, nn.Hardtanh, lambda: nn.ReLU(inplace=True), lambda: nn.Threshold(0.1, 0.0), nn.ReLU6]
-
-
-@pytest.mark.parametrize("loss", LOSSES[:3], ids=repr)
-@pytest.mark.parametrize("activation", KINKED, ids=lambda kind: str(kind()))
-def test_of_piecewise_linear_networks_it_is_the_ggn(activation, loss):
-    """A network whose second derivative is zero has no residual term, whatever the loss."""
-    drawn = case(nn.Sequential(nn.Linear(2, 4), activation(), nn.Linear(4, 3)), Numbers()(5, 2))
-    args = (drawn.params, *drawn.inputs, loss.target(Numbers(1), 5))
-    assert_trees_close(diag_hessian(drawn.f, loss)(*args), diag_ggn(drawn.f, loss)(*args), EXACT)
 
 
 def skipping(p, x):

@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import invfunc
-from invfunc import chunked, clipped_grad, tree
+from invfunc import clipped_grad, tree
 from invfunc.errors import ArgumentError, ArgumentTypeError
 from invfunc.testing.oracles import assert_trees_close, loop_batch_grad, loop_clipped_grad, loop_sum_grad_squared
 from tests.laws import OF_LOSSES
@@ -59,48 +59,6 @@ class TestShares:
             invfunc.batch_grad(lambda w, x: w.square().sum())(Numbers()(3), Numbers(1)(4, 3))
 
 
-@statistics
-class TestEveryStatistic:
-    def test_has_no_other_axes(self, kind):
-        for over in {"outputs", "samples", "params"} - {*kind.axes}:
-            with pytest.raises(ArgumentError, match=f"over='{over}'.*{', '.join(map(repr, kind.axes))}"):
-                chunked(kind.make(F.mse_loss), 2, over=over)
-        assert repr(chunked(kind.make(F.mse_loss), 2)).endswith(f"over='{kind.axes[0]}')")
-
-    @pytest.mark.parametrize("leaf", ["tensor", "tuple", "list", "nested"])
-    def test_is_shaped_like_the_parameters(self, kind, leaf):
-        w, b = Numbers()(3, 2), Numbers(1)()
-        nested = {"a": [w, {"b": b}], "c": (), "d": {}}
-        params = {"tensor": w, "tuple": (w, b), "list": [w, b], "nested": nested}[leaf]
-
-        def f(p, x):
-            w, *b = tree.leaves(p)
-            return (x @ w + sum(b)).cosh().sum(1)
-
-        args = (params, Numbers(2)(4, 3))
-        assert_trees_close(kind.make(f)(*args), kind.loop(f)(*args), EXACT)
-
-    @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16], ids=str)
-    def test_keeps_the_dtype(self, kind, dtype):
-        params = {"w": Numbers()(3).to(dtype), "b": Numbers(1)().double()}
-
-        def f(p, x):
-            return ((x * p["w"]).sum(1).double() + p["b"]).square()
-
-        found = kind.make(f)(params, Numbers(2)(4, 3).to(dtype))
-        for part in found if isinstance(found, tuple) else (found,):
-            kept = [x.dtype for x in tree.tensors((part,))]
-            like = isinstance(part, dict) and {*part} == {*params}
-            assert kept == ([dtype, torch.float64] if like else [torch.float64] * len(kept))
-
-    def test_refuses_a_module_and_parameters_that_are_not_real(self, kind):
-        with pytest.raises(ArgumentTypeError, match=r"\(f.*Linear.*functional\(model\)"):
-            kind.make(torch.nn.Linear(2, 2))
-        for leaf in (torch.arange(2), torch.ones(2, dtype=torch.complex64)):
-            with pytest.raises(ArgumentTypeError, match=rf"params\['b'\]\[0\] has dtype {leaf.dtype}.*real"):
-                kind.make(lambda params, x: x @ params["a"])({"a": torch.ones(3), "b": [leaf]}, torch.ones(2, 3))
-
-
 class TestVariance:
     @given(networks(low=2), losses, reductions, st.sampled_from([0, 1, 0.5]))
     def test_is_the_variance_of_the_shares(self, net, loss, reduction, correction):
@@ -119,25 +77,6 @@ class TestVariance:
         for v, g in zip(tree.leaves(found), tree.leaves(largest), strict=True):
             assert (v >= 0).all() and (v <= 1e-9 * g.max() + 1e-30).all()
 
-    @pytest.mark.parametrize("called", ["linear", "positions", "bias", "convolution", "transposed", "tied", "scale"])
-    @pytest.mark.parametrize("n", [5, 64])
-    def test_is_exact_in_float32_where_the_mean_is_1000_deviations(self, called, n):
-        rand = Numbers()
-        f, params, shape = {
-            "linear": (lambda w, x: (x @ w).sum(1), rand(5, 3), (5,)),
-            "positions": (lambda w, x: (x @ w).sum((1, 2)), rand(5, 3), (40, 5)),
-            "bias": (lambda b, x: ((x + b) * x).sum(1), rand(5), (5,)),
-            "convolution": (lambda w, x: F.conv2d(x, w, padding=1).sum((1, 2, 3)), rand(2, 3, 3, 3), (3, 6, 6)),
-            "transposed": (lambda w, x: F.conv_transpose1d(x, w, stride=2).sum((1, 2)), rand(2, 3, 3), (2, 6)),
-            "tied": (lambda w, x: (x @ w @ w.T).sum(1), rand(5, 3).abs() + 1, (5,)),
-            "scale": (lambda w, x: (x * w).sum((1, 2)), rand(5), (4, 5)),
-        }[called]
-        x = 1000 + rand(n, *[1] * len(shape)) + rand(n, *shape) / 4
-        params, x = params.float(), x.float()
-        shares = loop_batch_grad(f)(params.double(), x.double())
-        assert 300 < (shares.mean(0).abs() / shares.std(0)).median() < 3000
-        assert_trees_close(invfunc.variance(f)(params, x), shares.var(0, correction=0), 1e-3)
-
 
 class TestLowPrecision:
     @statistics
@@ -153,23 +92,6 @@ class TestLowPrecision:
         found, wanted = kind.make(f)(w, x), kind.loop(f)(w.double(), x.double())
         assert all(leaf.dtype == dtype for leaf in tree.leaves(found))
         assert_trees_close(found, wanted, torch.finfo(dtype).eps, 1.0)
-
-    @statistics
-    def test_under_autocast_results_have_the_precision_of_the_parameters(self, kind, device):
-        w, v, x, y = (
-            t.float().to(device) for t in (Numbers()(4, 6), Numbers(1)(3, 4), Numbers(2)(5, 6), Numbers(3)(5, 3))
-        )
-
-        def f(params, x, y):
-            return (F.linear(F.linear(x, params[0]).sigmoid(), params[1]).float() - y).square().sum(1)
-
-        def low(*args):
-            with torch.autocast(device.type, torch.bfloat16):
-                return f(*args)
-
-        found = kind.make(low)((w, v), x, y)
-        assert all(leaf.dtype == torch.float32 for leaf in tree.leaves(found))
-        assert_trees_close(found, kind.loop(f)((w, v), x, y), 5e-2)
 
 
 # clipped_grad and the norms of shares: bounds, no bound, shares of zero, what cancels, a bad bound

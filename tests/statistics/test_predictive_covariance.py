@@ -120,18 +120,6 @@ def test_refusals():
         predictive_covariance(lambda p, x: x @ p["weight"].T, joint)({"weight": torch.ones(2, 3)}, x)
 
 
-def test_is_of_a_tree_like_the_parameters():
-    """A leaf of another tree that is called alike is none of it."""
-    args = {"a": {"w": torch.zeros(2)}, "c": {"w": torch.zeros(2)}}, torch.randn(3, 2)
-
-    def f(p, x):
-        return x @ p["a"]["w"][:, None] + x @ p["c"]["w"][:, None]
-
-    for other in {"w": torch.rand(2)}, LowRank({"w": torch.rand(1, 2)}), LowRank(torch.rand(1, 2)):
-        with pytest.raises(ArgumentError, match=r"has no entry for params\['a'\]\['w'\]"):
-            predictive_covariance(f, other)(*args)
-
-
 class TestDense:
     """Of a matrix `[P, P]` over all parameters."""
 

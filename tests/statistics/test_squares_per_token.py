@@ -108,36 +108,6 @@ def test_have_the_derivative_of_the_loop(by):
     assert_trees_close([*found], [*wanted], 10 * EXACT)  # cosines of large numbers
 
 
-@pytest.mark.parametrize("transposed", [False, True])
-def test_of_a_convolution_are_those_of_its_windows(transposed):
-    w, x = Numbers(1)(4, 2, 3), Numbers(2)(N, 4 if transposed else 2, 8)
-
-    def f(w, x):
-        z = F.conv_transpose1d(x, w, stride=2) if transposed else F.conv1d(x, w, padding=1)
-        return z.sin().sum((1, 2))
-
-    def f_of_copies(c, x):  # of each position of what is read, or of what is given
-        if transposed:
-            z = torch.stack([F.conv_transpose1d(x[i : i + 1], c[i, 0], stride=2)[0] for i in range(N)])
-        else:
-            windows = F.pad(x, (1, 1)).unfold(2, 3, 1)  # [N, 2, T, 3]
-            z = torch.einsum("nctk,ntock->not", windows, c)
-        return z.sin().sum((1, 2))
-
-    if transposed:  # of positions of the result, as those of the convolution that it is
-        found, d = sum_grad_squared(f, per="token")(w, x), None
-        z = F.conv_transpose1d(x, w, stride=2).requires_grad_()
-        (d,) = torch.autograd.grad(z.sin().sum(), z)
-        wanted = torch.zeros_like(w)
-        for n, i, k in torch.cartesian_prod(torch.arange(N), torch.arange(8), torch.arange(3)).tolist():
-            wanted[:, :, k] += torch.outer(x[n, :, i], d[n, :, 2 * i + k]).square()
-    else:
-        copies = w.expand(N, 8, *w.shape).clone().requires_grad_()
-        (g,) = torch.autograd.grad(f_of_copies(copies, x).sum(), copies)
-        found, wanted = sum_grad_squared(f, per="token")(w, x), g.square().sum((0, 1))
-    assert_trees_close(found, wanted, EXACT)
-
-
 def test_a_parameter_that_is_read_twice_has_the_places_of_both():
     w, x = Numbers(1)(4, 4), Numbers(2)(N, TOKENS, 4)
 

@@ -8,41 +8,14 @@ import torch.nn.functional as F
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from invfunc import chunked, diag_ggn, ggn_trace, tree
+from invfunc import diag_ggn, ggn_trace, tree
 from invfunc.testing import assert_trees_close
 from tests.around import differentiated
 from tests.laws import composed
 from tests.networks import total
 from tests.strategies import Numbers
-from tests.structure.test_columns import STATISTICS, arranged, assert_as_dense
-from tests.structures import MOVED, NETWORKS, always
-
-ANY = st.one_of(*NETWORKS.values())
-
-
-@settings(max_examples=9)
-@given(data=st.data())
-@pytest.mark.parametrize("over", ["outputs", "samples", "params"])
-def test_in_chunks(over, data):
-    net = data.draw(ANY)
-    functions, args = arranged(data, net)
-    make, n = STATISTICS[data.draw(st.sampled_from(list(STATISTICS)))], data.draw(st.integers(1, 5))
-
-    def divided(method):
-        return chunked(make(*functions, method=method), n, over=over)
-
-    weighed = over == "samples" and len(functions) == 1  # a part does not show the weights of all
-    assert_as_dense(divided, args, refusable=net.called in MOVED or weighed)
-
-
-@settings(max_examples=9)
-@given(data=st.data())
-def test_some_samples(data):
-    net = data.draw(ANY)
-    functions, args = arranged(data, net)
-    make = STATISTICS[data.draw(st.sampled_from(list(STATISTICS)))]
-    chosen = data.draw(st.lists(st.integers(-len(net.inputs[0]), len(net.inputs[0]) - 1), min_size=1, max_size=3))
-    assert_as_dense(partial(make, *functions, samples=chosen), args)
+from tests.structure.test_columns import arranged, assert_as_dense
+from tests.structures import NETWORKS, always
 
 
 class TestSeveralOutputs:

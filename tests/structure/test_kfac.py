@@ -29,22 +29,6 @@ def test_it_is_that_of_all_columns(form, data, few):
         assert_as_dense(make, args, refusable=net.called in MOVED or net.called == "by data")
 
 
-def test_a_parameter_that_several_outputs_read():
-    """Columns of one output do not reach all that reads it, but what is read counts there, too."""
-    torch.manual_seed(0)
-    a, b, x = torch.randn(2, 1, 3), torch.randn(1, 2, 3), torch.randn(2, 1, 14)
-
-    def f(p, x):
-        h = F.conv1d(x, p["a"])
-        return F.conv1d(h.tanh(), p["b"]), F.conv1d(h.exp().flip(-1), p["b"])
-
-    def loss(z, y):
-        return F.mse_loss(z[0], y, reduction="sum") + 3 * F.mse_loss(z[1], y, reduction="sum")
-
-    args = ({"a": a.double(), "b": b.double()}, x.double(), torch.zeros(2, 1, 10).double())
-    assert_as_dense(partial(kfac, f, loss, fisher="exact"), args)
-
-
 HEADS = {
     "a layer": lambda p, h: F.linear(h, p["head"], p["bias"]),
     "a product": lambda p, h: h @ p["head"].T,

@@ -1,23 +1,46 @@
-"""Operations that read parameters and have no rule, on expanded parameters or on a copy for each sample; and those of
-the user, whose samples go in and out along axis 0, and of which a rule says what a parameter's share is."""
+"""Operations that have no rule: on copies of the parameters, in others that they are composed of, or by a user's rule;
+and writes in place.
+
+Samples of a user's operation go in and out along axis 0. Samples that are written stay where they are, and parameters
+that are written among samples are uses of them.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import nullcontext
 from typing import Any
 
 import torch
 import torch.nn.functional as F
+from torch import Tensor
+from torch.overrides import TorchFunctionMode
 
 from invfunc import tree
-from invfunc._torch.functorch import base_of, mapped, version
+from invfunc._torch.functorch import base_of, checkpointing, mapped, saving_hooks, version
+from invfunc._torch.opened import opened
 from invfunc._torch.values import wide
-from invfunc.core.marks import SUMMED, Known, Mark, Node, Run, Unsupported, know, named, replaced, tensors
-from invfunc.core.order import Order
+from invfunc.core.marks import (
+    DERIVED,
+    SUMMED,
+    Filled,
+    Known,
+    Mark,
+    Node,
+    Run,
+    Unsupported,
+    know,
+    named,
+    replaced,
+    tensors,
+)
 from invfunc.core.probe import axes_of
-from invfunc.core.tables import MOVES, PLACING
-from invfunc.core.uses import WHOLE, Block, Copies, Expanded, Grown, Use, back, front
+from invfunc.core.tables import LIKE, MOVES, PLACING, POINTWISE, RULES
+from invfunc.core.uses import WHOLE, Block, Copies, Expanded, Use
 from invfunc.errors import SampleAxisError
+from invfunc.operations.axis import Order, back, exposed, numbers, read
+from invfunc.operations.forms import TwiceDifferentiable
+from invfunc.operations.operation import OPERATIONS, in_place
 
 
 def expanded(run: Run, func: Any, rule: Any, args: tuple, kwargs: dict, data: list[Known], params: list[Known]) -> Any:
@@ -42,7 +65,9 @@ def grown(run: Run, out: torch.Tensor, node: Node, value: torch.Tensor, at: int)
         raise Unsupported("a parameter that is repeated")
     copy = run.alias(out)
     axis = (at, 1, 1)
-    run.use(Grown(node, value, axis), copy)
+    use = Expanded(node, value, axis)
+    use.grown = True
+    run.use(use, copy)
     know(copy, Mark(run.token, axis, True))
     return copy
 
@@ -61,12 +86,7 @@ def copied(run: Run, func: Any, rule: Any, args: tuple, kwargs: dict, data: list
                 copies[id(x)] = run.alias(x.expand(run.n, *x.shape))
             x = copies[id(x)]
         elif id(x) in axes:
-            at, order, _ = axes[id(x)]
-            if run.n > 1 and isinstance(order, Order):
-                x = order.front(x, at + x.ndim, 0, fill=False)
-                x = x.squeeze(1) if -at > x.ndim - 1 else x
-            else:
-                x = front(x, axes[id(x)], run.n)
+            x = exposed(x, axes[id(x)], run.n, fill=False)
         else:
             given.append(x)
             continue
@@ -113,29 +133,12 @@ def looked_up(
 
 def check_places(func: Any, args: tuple, data: list[Known], params: list[Known]) -> None:
     """Refuse operations that read or write parameters by the places of samples."""
-    if named(func).strip("_") + "_" == named(func):
+    if in_place(func):
         raise Unsupported("parameters are written among samples")
     if func in MOVES and not any([x is args[0] for x, _ in data]):
         raise Unsupported("samples pick in the rows of parameters")
     if (func in PLACING or "scatter" in named(func)) and not any([x is args[0] for x, _ in params]):
         raise Unsupported("parameters are placed among samples")
-
-
-def masked_attention(
-    q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
-    attn_mask: Any = None,
-    dropout_p: float = 0.0,
-    is_causal: bool = False,
-    scale: Any = None,
-    enable_gqa: bool = False,
-) -> torch.Tensor:
-    """Scaled dot-product attention whose mask is a parameter, as a relative bias."""
-    if is_causal or enable_gqa or attn_mask is None:
-        raise Unsupported("attention of parameters that is causal or grouped")
-    products = q @ k.mT * (q.shape[-1] ** -0.5 if scale is None else scale)
-    return F.dropout((products + attn_mask).softmax(-1), dropout_p, dropout_p > 0) @ v
 
 
 # Operations of the user's own
@@ -222,3 +225,124 @@ def _checked(run: Run, op: Any, out: Any) -> Any:
     if out.ndim == 0 or out.shape[0] != run.n:
         raise SampleAxisError(f"{op!r} returned shape {tuple(out.shape)} for {run.n} samples along axis 0")
     return (-out.ndim, 1, 1)
+
+
+class Unreplayed(Unsupported):
+    """Raised where a checkpoint has to be evaluated again as it was followed."""
+
+
+def composed(func: Any) -> Callable | None:
+    """The operations that a function is composed of, if it is known in which, or written in Python."""
+    entry = OPERATIONS.get(named(func).removeprefix("_VF.")) if not isinstance(func, type) else None
+    if entry is not None and entry.composed is not None:
+        return entry.composed
+    func = getattr(func, "__wrapped__", func)
+    return opened(func) if getattr(func, "__module__", "").startswith("torch.") else None
+
+
+class Composed(TorchFunctionMode):
+    """Runs operations in those in which a run follows them, for a block that is evaluated once more."""
+
+    def __torch_function__(self, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
+        kwargs = kwargs or {}
+        inner = composed(func) if RULES.get(func) is None or func is torch.nn.functional.embedding_bag else None
+        if inner is not None:
+            with self:
+                return inner(*args, **kwargs)
+        read = [*tensors((args, kwargs))]
+        params = [x for x in read if type(getattr(x, "_known", None)) is Node]
+        if params and len(params) < len(read) and func in POINTWISE and func not in LIKE:
+            shape = torch.broadcast_shapes(*[x.shape for x in read])
+            wide = {id(x): x.expand(shape) for x in params}
+            return func(*replaced(args, wide), **{k: replaced(x, wide) for k, x in kwargs.items()})
+        out = func(*args, **kwargs)
+        for x in tensors(out) if params and len(params) == len(read) else ():
+            vars(x)["_known"] = vars(params[0])["_known"]
+        return out
+
+
+class Replays(TorchFunctionMode):
+    """Lets torch.utils.checkpoint evaluate again in the operations in which a run follows f."""
+
+    def __init__(self, twice: bool) -> None:
+        """`twice` says that these are in a form that can be differentiated twice."""
+        super().__init__()
+        self.twice = twice
+
+    def __torch_function__(self, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
+        hooks = saving_hooks() if checkpointing() else None
+        if hooks is None:
+            return func(*args, **(kwargs or {}))
+        pack, unpack = hooks
+
+        def again(held: Any) -> Tensor:
+            with TwiceDifferentiable() if self.twice else nullcontext(), Composed():
+                return unpack(held)
+
+        with torch.autograd.graph.saved_tensors_hooks(pack, again):
+            return func(*args, **(kwargs or {}))
+
+
+SET = Tensor.__setitem__
+
+
+def set_item(run: Run, args: tuple, data: list[Known], others: Any) -> None:
+    """Write entries: what is written must have its samples where the tensor has them."""
+    x, index, value = args
+    if base_of(x) is not None and id(x) not in {id(y) for y, _ in data}:
+        raise Unsupported("samples are written into a view of a tensor without samples")
+    SET(x, index, value)
+    run.ordered = True  # perhaps
+    axes = {id(y): axis for y, axis in data}
+    axis: Any = Unsupported("samples, or sums of them, or parameters are written among samples")
+    if not others and run.n > 1:
+        known = numbers(x.shape, axes[id(x)], run.n, x.device).clone() if id(x) in axes else None
+        known = torch.full(x.shape, -1, device=x.device) if known is None else known
+        if id(value) in axes:
+            known[index] = numbers(value.shape, axes[id(value)], run.n, x.device)
+        found = read(known, run.n)
+        axis = found if found is not None and axes.get(id(x), found) == found else axis
+    unchanged(run, x, axis)
+    know(x, Mark(run.token, axis if run.n > 1 else (-1, 1, 1), x.requires_grad))
+
+
+def set_derived(run: Run, args: tuple, params: list[Known], alone: bool) -> None:
+    """Write parameters into a tensor without samples, as into a matrix of zeros, which is computed of them then."""
+    x, index, value = args
+    before = x.__dict__.get("_known")
+    if base_of(x) is not None or (type(before) is Node and before.kind is not DERIVED):
+        raise Unsupported("parameters are written into a view")
+    if any([u.value is x or base_of(u.value) is x for u in run.uses]):
+        raise Unsupported("a tensor of parameters is written after it was read")
+    SET(x, index, value)
+    know(x, Node(run.token, None, DERIVED, alone and all([node.alone for _, node in params])))
+
+
+def set_parameter(run: Run, x: Tensor, index: Any, axis: Any, value: Tensor, node: Node) -> None:
+    """Write a parameter among samples, as a mask token is: each entry is a use of it by the sample that it has."""
+    before = x[index]
+    at: Any = (-1, 1, 1)
+    if run.n > 1:
+        at = read(numbers(x.shape, axis, run.n, x.device)[index], run.n)
+    if at is None:
+        raise Unsupported("a parameter is written at places of samples that are not along one dim")
+    run.ordered = True  # perhaps
+    copy = run.alias(value.expand(before.shape))
+    SET(x, index, copy)
+    run.use(Expanded(node, value, at), copy)
+    know(x, Mark(run.token, axis, x.requires_grad))
+
+
+def unchanged(run: Run, x: Tensor, axis: Any) -> None:
+    """Check that a tensor that was written has its samples where they were, as views of it do not learn of it."""
+    before = x.__dict__.get("_known")
+    if run.n > 1 and before is not None and type(before) is not Filled and version(x):
+        lost = isinstance(axis, Unsupported)
+        if type(before) is Node or before.axis != axis or (lost and base_of(x) is not None):  # pyright: ignore[reportAttributeAccessIssue]
+            raise axis if lost else Unsupported("what is written moves the samples")
+
+
+def into_view(x: Any) -> bool:
+    """Tells whether a tensor of which nothing was known is a view, so that writing it writes another one."""
+    known = getattr(x, "_known", None)
+    return (known is None or type(known) is Filled) and isinstance(x, Tensor) and base_of(x) is not None

@@ -1,17 +1,23 @@
-"""Batch axes after an operation: short rules, one for each family of operations.
+"""Short rules, one for each family of operations: its batch axis, and what it reads of parameters.
 
-A rule is `rule(n, data, args, kwargs, out) -> axis`, given the pairs of tensor and axis of the arguments with samples.
+A rule of the first kind is `rule(n, data, args, kwargs, out) -> axis`, given the pairs of tensor and axis of the
+arguments with samples; one of the second kind is `rule(run, args, kwargs, nodes, axes, axis, func) -> uses`.
 """
 
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from typing import Any
 
 import torch
 
-from invfunc.core.marks import SUMMED, Axis, Known, Unsupported, option, tensors
-from invfunc.core.order import Order
+from invfunc._torch.functorch import version
+from invfunc._torch.values import wide
+from invfunc.core.marks import SUMMED, Known, Node, Run, Unsupported, named, option, tensors
+from invfunc.core.uses import Block, Convolution, Expanded, ProductUse, TableRows, Transposed, Use
+from invfunc.operations.axis import Axis, Order, front, numbers, read
+from invfunc.operations.forms import TwiceDifferentiable
 
 
 def same(n: int, data: list[Known], args: tuple, kwargs: dict, out: Any) -> Any:
@@ -118,10 +124,7 @@ def reversed_(n: int, data: list[Known], args: tuple, kwargs: dict, out: Any) ->
 
 def expanded(n: int, data: list[Known], args: tuple, kwargs: dict, out: Any) -> Any:
     """New dims in front."""
-    x, axis = data[0]
-    if out.shape[axis[0]] != x.shape[axis[0]]:
-        raise Unsupported("samples are expanded")
-    return axis
+    return data[0][1]
 
 
 def first(n: int, data: list[Known], args: tuple, kwargs: dict, out: Any) -> Any:
@@ -249,8 +252,6 @@ def operands(args: tuple) -> list[torch.Tensor]:
 
 def einsum(n: int, data: list[Known], args: tuple, kwargs: dict, out: Any) -> Any:
     """The dim of the letter of the samples."""
-    if not isinstance(args[0], str):
-        raise Unsupported("einsum with sublists")
     given = operands(args)
     ins, result = letters(args[0], [x.shape for x in given])
     marks = {id(x): axis for x, axis in data}
@@ -359,47 +360,6 @@ def embedding(n: int, data: list[Known], args: tuple, kwargs: dict, out: Any) ->
     return (at - 1, outer, inner)
 
 
-def numbers(shape: Any, axis: Axis, n: int, device: torch.device) -> torch.Tensor:
-    """The number of the sample of each entry of a tensor."""
-    at, outer, inner = axis
-    if -at > len(shape):
-        return outer.rows.view([1] * len(shape)).expand(shape)  # pyright: ignore[reportAttributeAccessIssue]
-    count = outer.rows if isinstance(outer, Order) else torch.arange(outer * n * inner, device=device) // inner % n
-    return count.view(-1, *[1] * (-at - 1)).expand(shape)
-
-
-def read(known: torch.Tensor, n: int) -> Axis | None:
-    """The axis from the sample of each entry, -1 where there is none; None if they are not along one dim."""
-    if known.ndim and not known.numel():  # nothing was picked
-        return [*known.shape].index(0) - known.ndim, Order(known.flatten(), n), 0  # pyright: ignore[reportReturnType]
-    low, high = (int(x) for x in known.aminmax())
-    if known.ndim == 0 or high < 0:
-        return None
-    if low == high and n > 1:
-        return alone(known.ndim, known.new_full((1,), high), n)
-    order = None
-    for dim in range(known.ndim):
-        rows = known.movedim(dim, 0).reshape(known.shape[dim], -1)
-        low, high = torch.where(rows < 0, n, rows).min(1).values, rows.max(1).values
-        there = high >= 0
-        if not torch.equal(low[there], high[there]):
-            continue
-        if order is None and bool(there.all()):
-            order = (dim - known.ndim, high)
-        if len(rows) % n:
-            continue
-        count = torch.arange(len(rows), device=known.device)
-        for inner in range(1, len(rows) // n + 1):
-            if len(rows) % (inner * n) == 0 and torch.equal((count // inner % n)[there], high[there]):
-                return (dim - known.ndim, len(rows) // (n * inner), inner)
-    return None if order is None else (order[0], Order(order[1], n), 0)  # pyright: ignore[reportReturnType]
-
-
-def alone(ndim: int, sample: torch.Tensor, n: int) -> Axis:
-    """The axis of a tensor that is of one sample."""
-    return (-ndim - 1, Order(sample, n), 0)  # pyright: ignore[reportReturnType]
-
-
 def single(data: list[Known]) -> bool:
     """Tells whether all tensors are of single samples."""
     return all([-axis[0] > x.ndim for x, axis in data])
@@ -411,3 +371,189 @@ def found(known: torch.Tensor, n: int) -> Axis:
     if axis is None:
         raise Unsupported("the samples are not along one dim of the result")
     return axis
+
+
+# How operations read parameters; None where a rule does not say
+
+Nodes = dict[int, Node]
+
+
+def each(value: Any, count: int) -> tuple[int, ...]:
+    """An option of a convolution, for each dim."""
+    return (value,) * count if isinstance(value, int) else tuple(value) * (count if len(value) == 1 else 1)
+
+
+def of_linear(run: Run, args: tuple, kwargs: dict, nodes: Nodes, axes: Any, axis: Axis, func: Any) -> Any:
+    """`linear(x, w, b)`."""
+    if len(args) == 3:
+        x, w, b = args
+    else:
+        x, w, b = args[0], option(args, kwargs, 1, "weight"), option(args, kwargs, 2, "bias")
+    uses: list[Use] = []
+    if id(w) in nodes:
+        if w.ndim != 2:
+            return None
+        pair = ProductUse(nodes[id(w)], w, x, axes[id(x)], axis, None, None, ((), (0,), (1,)))
+        pair.layer = True
+        uses.append(pair)
+    if b is not None and id(b) in nodes:
+        uses.append(Expanded(nodes[id(b)], b, axis))
+    return uses
+
+
+def _by_letters(
+    run: Run, nodes: Nodes, w: torch.Tensor, x: torch.Tensor, ws: str, xs: str, outs: str, axes: Any, axis: Axis
+) -> Any:
+    """A product of one parameter and one tensor with samples."""
+    if len(set(ws)) < len(ws) or len(set(xs)) < len(xs):
+        return None
+    sample = xs[axes[id(x)][0]]
+    g = [c for c in ws if c in xs and c in outs]
+    k = [c for c in ws if c in xs and c not in outs]
+    o = [c for c in ws if c not in xs and c in outs]
+    p = [c for c in outs if c in xs and c not in ws]
+    if len(g) + len(k) + len(o) < len(ws) or len(p) + len(g) + len(k) < len(xs) or (sample not in p and run.n > 1):
+        return None
+
+    def at(labels: list[str], of: str) -> tuple[int, ...]:
+        return tuple(of.index(c) - len(of) for c in labels)
+
+    of_a, of_d = (at(g, xs), at(p, xs), at(k, xs)), (at(g, outs), at(p, outs), at(o, outs))
+    of_w = tuple(tuple(ws.index(c) for c in labels) for labels in (g, o, k))
+    return [ProductUse(nodes[id(w)], w, x, axes[id(x)], axis, of_a, of_d, of_w)]  # pyright: ignore[reportArgumentType]: three
+
+
+def of_matmul(run: Run, args: tuple, kwargs: dict, nodes: Nodes, axes: Any, axis: Axis, func: Any) -> Any:
+    """Products of (batches of) matrices and vectors."""
+    a, b = args[0], option(args, kwargs, 1, "other", kwargs.get("mat2"))
+    most = max(a.ndim, b.ndim) - 2
+    batch = "ABCDEFGH"[: max(most, 0)]
+    of_a = "k" if a.ndim == 1 else batch[len(batch) - a.ndim + 2 :] + "mk"
+    of_b = "k" if b.ndim == 1 else batch[len(batch) - b.ndim + 2 :] + "ko"
+    outs = batch + "m" * (a.ndim > 1) + "o" * (b.ndim > 1)
+    (w, ws, x, xs) = (a, of_a, b, of_b) if id(a) in nodes else (b, of_b, a, of_a)
+    if id(x) not in axes:
+        return None
+    if w is b and b.ndim == 2 and axes[id(x)][0] != -1 and x.ndim > 1:
+        return [ProductUse(nodes[id(w)], w, x, axes[id(x)], axis, None, None, ((), (1,), (0,)))]
+    if any(w.shape[i] != x.shape[i] for i in range(-min(w.ndim, x.ndim), -2)):
+        return None
+    return _by_letters(run, nodes, w, x, ws, xs, outs, axes, axis)
+
+
+def of_addmm(run: Run, args: tuple, kwargs: dict, nodes: Nodes, axes: Any, axis: Axis, func: Any) -> Any:
+    """`addmm(c, a, b)`."""
+    if len(args) + len(kwargs) != 3 or kwargs.keys() - {"mat1", "mat2"}:
+        return None
+    uses: list[Use] = [Expanded(nodes[id(args[0])], args[0], axis)] if id(args[0]) in nodes else []
+    a, b = factors_of(args, kwargs)
+    if id(a) in nodes or id(b) in nodes:
+        more = of_matmul(run, (a, b), {}, nodes, axes, axis, func)
+        return None if more is None else uses + more
+    return uses
+
+
+def of_einsum(run: Run, args: tuple, kwargs: dict, nodes: Nodes, axes: Any, axis: Axis, func: Any) -> Any:
+    """An einsum of a parameter and a tensor."""
+    given = operands(args)
+    if len(given) != 2 or len(nodes) != 1 or len(axes) != 1:
+        return None
+    ins, outs = letters(args[0], [x.shape for x in given])
+    (w, ws), (x, xs) = [*zip(given, ins, strict=True)][:: 1 if id(given[0]) in nodes else -1]
+    sizes = dict(zip(ws, w.shape, strict=True))
+    if any(sizes.get(c, s) != s for c, s in zip(xs, x.shape, strict=True)):
+        return None
+    return _by_letters(run, nodes, w, x, ws, xs, outs, axes, axis)
+
+
+def of_convolution(run: Run, args: tuple, kwargs: dict, nodes: Nodes, axes: Any, axis: Axis, func: Any) -> Any:
+    """`conv2d(x, w, b, stride, padding, dilation, groups)` and its like."""
+    x, w, b = args[0], option(args, kwargs, 1, "weight"), option(args, kwargs, 2, "bias")
+    rest = w.ndim - 2
+    if x.ndim != w.ndim or id(x) not in axes:
+        return None
+    stride, dilation = (each(option(args, kwargs, i, name, 1), rest) for i, name in ((3, "stride"), (5, "dilation")))
+    padding, groups = option(args, kwargs, 4, "padding", 0), option(args, kwargs, 6, "groups", 1)
+    if padding == "valid":
+        padding = 0
+    if padding == "same":
+        if any((k - 1) * gap % 2 for k, gap in zip(w.shape[2:], dilation, strict=True)):
+            return None
+        padding = tuple((k - 1) * gap // 2 for k, gap in zip(w.shape[2:], dilation, strict=True))
+    uses: list[Use] = []
+    if id(w) in nodes:
+        window = (stride, each(padding, rest), dilation, (0,) * rest)
+        uses.append(Convolution(nodes[id(w)], w, x, axes[id(x)], axis, window, groups))
+    if b is not None and id(b) in nodes:
+        uses.append(Expanded(nodes[id(b)], b, axis, view=(b.numel(), *[1] * rest)))
+    return uses
+
+
+def of_norm(places: tuple[int, int | None], layer: bool = False) -> Callable:
+    """A rule of norms: the scale reads what is normalised, the shift is added."""
+
+    def rule(run: Run, args: tuple, kwargs: dict, nodes: Nodes, axes: Any, axis: Axis, func: Any) -> Any:
+        w = option(args, kwargs, places[0], "weight")
+        b = option(args, kwargs, places[1], "bias") if places[1] else None
+        x = args[0]
+        if id(x) not in axes:
+            return None
+        if named(func) == "batch_norm" and option(args, kwargs, 5, "training", False):
+            raise Unsupported("batch norm in train mode")
+        plain, options = list(args), {k: v for k, v in kwargs.items() if k not in ("weight", "bias")}
+        for i in places:
+            if i and i < len(plain):
+                plain[i] = None
+        before = version(x)
+
+        def normal(run: Run, block: Block) -> torch.Tensor:
+            if version(x) != before:
+                raise Unsupported("what a parameter met was changed in place later")
+            with TwiceDifferentiable() if run.deep else torch.no_grad():
+                return wide(run.taken(front(func(run.strip(x), *plain[1:], **options), axis, run.n), block))
+
+        uses: list[Use] = []
+        for t, factor in ((w, normal), (b, None)):
+            if t is not None and id(t) in nodes:
+                view = tuple(t.shape) if layer else (t.numel(), *[1] * (x.ndim - 2))
+                uses.append(Expanded(nodes[id(t)], t, axis, factor, view))
+        return uses
+
+    return rule
+
+
+def of_embedding(run: Run, args: tuple, kwargs: dict, nodes: Nodes, axes: Any, axis: Axis, func: Any) -> Any:
+    """`embedding(index, table, padding_idx)`."""
+    if option(args, kwargs, 3, "max_norm") is not None or option(args, kwargs, 5, "scale_grad_by_freq", False):
+        raise Unsupported("embedding with max_norm or scale_grad_by_freq depends on all samples")
+    table, padding = option(args, kwargs, 1, "weight"), option(args, kwargs, 2, "padding_idx")
+    if id(table) not in nodes or id(args[0]) not in axes:
+        return None
+    if padding is not None and padding < 0:
+        padding += len(table)
+    return [TableRows(nodes[id(table)], table, args[0], axes[id(args[0])], axis, padding)]
+
+
+def of_index(run: Run, args: tuple, kwargs: dict, nodes: Nodes, axes: Any, axis: Axis, func: Any) -> Any:
+    """`w[i]`."""
+    w, i = args[0], args[-1]
+    if id(w) in nodes and isinstance(i, torch.Tensor) and id(i) in axes and i.dtype == torch.long and w.ndim > 0:
+        return [TableRows(nodes[id(w)], w, i, axes[id(i)], axis, None)]
+    return None
+
+
+def of_transposed(run: Run, args: tuple, kwargs: dict, nodes: Nodes, axes: Any, axis: Axis, func: Any) -> Any:
+    """`conv_transpose2d(x, w, b, stride, padding, output_padding, groups, dilation)` and its like."""
+    x, w, b = args[0], option(args, kwargs, 1, "weight"), option(args, kwargs, 2, "bias")
+    rest = w.ndim - 2
+    if x.ndim != w.ndim or id(x) not in axes:
+        return None
+    names = (3, "stride", 1), (4, "padding", 0), (7, "dilation", 1), (5, "output_padding", 0)
+    window = tuple(each(option(args, kwargs, *name), rest) for name in names)
+    uses: list[Use] = []
+    if id(w) in nodes:
+        groups = option(args, kwargs, 6, "groups", 1)
+        uses.append(Transposed(nodes[id(w)], w, x, axes[id(x)], axis, window, groups))
+    if b is not None and id(b) in nodes:
+        uses.append(Expanded(nodes[id(b)], b, axis, view=(b.numel(), *[1] * rest)))
+    return uses
