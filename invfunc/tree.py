@@ -121,6 +121,8 @@ def _walk(branch: Any, found: list[Any], none_is_leaf: bool, closed: Any = (), i
         values, keys = branch, None
     elif kind is dict:
         values, keys = branch.values(), tuple(branch)
+    elif kind in NODES and not closed:  # without a call of its own
+        values, keys = NODES[kind][0](branch)
     else:
         node = None if isinstance(branch, closed) or id(branch) in inside else _node(branch)
         if node is None:
