@@ -241,7 +241,7 @@ def gather(branches: Iterable[Any], found: list[torch.Tensor]) -> bool:
         if kind in _TENSORS:
             found.append(branch)
         elif kind is tuple:
-            fixed &= not branch or gather(branch, found)
+            fixed &= gather(branch, found) if branch else True  # the compiler knows no `not` of a tuple
         elif kind not in _PLAIN:
             fixed = False
             if kind is list or kind is dict:
