@@ -19,7 +19,7 @@ from invfunc.core.columns import CRITERIA, Finder
 from invfunc.core.hessian import CallsRun
 from invfunc.core.marks import Unsupported, spelled, tensors
 from invfunc.core.tables import POINTWISE
-from invfunc.errors import ArgumentError, SplitError, unreached
+from invfunc.errors import ArgumentError, unreached
 from invfunc.loss.square_root import Columns
 from invfunc.operations.axis import IN_FRONT, back, exposed
 from invfunc.products.given import (
@@ -102,37 +102,21 @@ def of_hessian(given: ProductArguments, blocks: bool) -> Linear:
 
 def of_ggn(given: ProductArguments, blocks: bool) -> Linear:
     """`J^T H J v`, with the H of a convex loss; with `blocks`, in each parameter alone."""
-    split = split_of(given)
+    split = given.split(each=False)
     with given.mode.back(split.result.device):
         middle = split.middle()
         given.let_go(split.result)
     return sandwich(given, split, middle, blocks)
 
 
-def split_of(given: ProductArguments) -> ScopedSplit:
-    """A function split at its outputs, whose samples may be mixed."""
-    return given.found_split(each=False) if given.loss is None else given.given_split(each=False)
-
-
 def of_fisher(given: ProductArguments, blocks: bool) -> Linear:
     """`sum_mn S[m, n] (S[m, n] . v)`: S are the shares of the gradient, or of gradients at targets that are drawn."""
-    split = split_of_fisher(given)
+    split = given.split(each=True, losses=given.drawing is None)
     if not split.roots:
         return sandwich(given, split, lambda t, others, pull: t, blocks)
     with given.mode.back(split.result.device):
         rows = OutputRows(split, [split.gradient()] if given.drawing is None else split.drawn(given.drawing, "ggnvp"))
     return sandwich(given, split, lambda t, others, pull: rows.sent(rows.along(t, pull), pull), blocks)
-
-
-def split_of_fisher(given: ProductArguments) -> ScopedSplit:
-    """A function split at its outputs, with the samples apart; `[N]` losses are taken as they are."""
-    if given.loss is not None:
-        return given.given_split(each=True)
-    try:
-        return given.found_split(losses=given.drawing is None)
-    except SplitError as error:
-        more = " Or return the [N] losses of the samples." if given.drawing is None else ""
-        raise SplitError(f"{error}{more}") from None
 
 
 def of_root(given: ProductArguments, split: ScopedSplit, rows: OutputRows) -> Linear:
@@ -263,7 +247,7 @@ def of_positive_hessian(given: ProductArguments, blocks: bool, modify: str) -> L
                 raise Unsupported(f"`{spelled(call.func)}` writes what it reads")
         again = [call.again(run) for call in calls]
     except Unsupported as error:
-        Jacobian.recorded(given, split_of(given))  # which tells what else is wrong
+        Jacobian.recorded(given, given.split(each=False))  # which tells what else is wrong
         raise ArgumentError(f"the nonlinear operations of f are not seen: {error}.") from None
     roots = split.values
     inner, ones = list[tuple[torch.Tensor, torch.Tensor]](), [torch.ones_like(split.result)]

@@ -29,7 +29,7 @@ from invfunc.linear_algebra.matrices import Damping, damped, wide
 from invfunc.loss.square_root import Columns, rooted
 from invfunc.operations.forms import TwiceDifferentiable
 from invfunc.plan import Explanation, Options
-from invfunc.products.curvature import OutputRows, of_root, split_of_fisher
+from invfunc.products.curvature import OutputRows, of_root
 from invfunc.products.given import Direction, Kind, Linear, ProductArguments, Pull, Scope, States, Vectors
 from invfunc.products.product import Space, check_product, ggnvp, names_of, space_of, through
 from invfunc.reductions.columns import ProductsOfColumns
@@ -535,10 +535,7 @@ class Decomposition(Transform):
         given = ProductArguments(self, args, kwargs, names)
         states = given.states
         with given.scope:
-            if self.kind.first_order:
-                split = split_of_fisher(given)
-            else:
-                split = given.found_split() if self.loss is None else given.given_split(each=True)
+            split = given.split(each=True, losses=self.kind.first_order)
             with given.mode.back(split.result.device):
                 slope: list[Columns] = [split.gradient()]
                 if self.drawing is not None:

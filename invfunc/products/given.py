@@ -44,7 +44,7 @@ from invfunc.core.columns import CRITERIA, Finder, Output, lost, marked_for
 from invfunc.core.marks import LEAF, SUMMED, Mark, Node, Unsupported, know, option
 from invfunc.core.refusals import refused_by
 from invfunc.core.run import Run
-from invfunc.errors import ArgumentError, unreached, written
+from invfunc.errors import ArgumentError, SplitError, unreached, written
 from invfunc.loss.hessian import by_rows, hessian, pulled_back, pulled_rows, softmax_product, structured
 from invfunc.loss.square_root import FormedColumns
 from invfunc.operations.forms import TwiceDifferentiable
@@ -460,28 +460,12 @@ class ProductArguments:
 
     # Splits
 
-    def given_split(self, each: bool) -> ScopedSplit:
-        """Split a model function from its loss. Only with `each` the loss has to keep the samples apart."""
-        _, (values, structure) = self.dims, self.outputs()
-        return self._followed_loss(values, structure) if each else self._loss(self._roots(values), structure)
-
-    def _roots(self, values: Sequence[torch.Tensor]) -> list[Output]:
-        """The outputs of a model, each with a node of its own; some may not depend on the parameters."""
-        scope = self.scope
-        own = [z.view_as(z) if z.requires_grad else scope.enter(scope.leave(z)) for z in values]
-        return [*map(Output, range(len(own)), own)]
-
-    def _loss(self, roots: list[Output], structure: Any) -> ScopedSplit:
-        target, finder = tree.map_tensors(self.scope.alias, self.args[-1]), Finder(roots)
-        with marked_for(None), finder:
-            result = self.called(tree.unflatten([r.value for r in roots], structure), target)
-        self._tell_constants(result, [*self.params, *(r.value for r in roots)])
-        only = finder.only(checked_value(result, "the loss")) is not None
-        return ScopedSplit(self.scope, 1, result, roots, finder.terms, dim=self.out_dims, ordinary=only)
-
-    def found_split(self, losses: bool = False, each: bool = True) -> ScopedSplit:
-        """Split a loss function at its outputs; with `losses`, `[N]` losses are taken as they are. Only with `each` f
-        has to keep the samples apart."""
+    def split(self, each: bool, losses: bool = False) -> ScopedSplit:
+        """Split a model function from its loss, or a loss function at its outputs; with `losses`, `[N]` losses are
+        outputs themselves. Only with `each` the samples have to be kept apart."""
+        if self.loss is not None:
+            _, (values, structure) = self.dims, self.outputs()
+            return self._followed_loss(values, structure) if each else self._loss(self._roots(values), structure)
         before, n = self.states, self.n
         if losses or not each:
             self.watch = finder = Finder()
@@ -500,6 +484,22 @@ class ProductArguments:
         except Unsupported as error:
             set_states(before)
             raise refused_by([error]) from None
+        except SplitError as error:
+            raise SplitError(f"{error} Or return the [N] losses of the samples.") if losses else error from None
+
+    def _roots(self, values: Sequence[torch.Tensor]) -> list[Output]:
+        """The outputs of a model, each with a node of its own; some may not depend on the parameters."""
+        scope = self.scope
+        own = [z.view_as(z) if z.requires_grad else scope.enter(scope.leave(z)) for z in values]
+        return [*map(Output, range(len(own)), own)]
+
+    def _loss(self, roots: list[Output], structure: Any) -> ScopedSplit:
+        target, finder = tree.map_tensors(self.scope.alias, self.args[-1]), Finder(roots)
+        with marked_for(None), finder:
+            result = self.called(tree.unflatten([r.value for r in roots], structure), target)
+        self._tell_constants(result, [*self.params, *(r.value for r in roots)])
+        only = finder.only(checked_value(result, "the loss")) is not None
+        return ScopedSplit(self.scope, 1, result, roots, finder.terms, dim=self.out_dims, ordinary=only)
 
     def split_in(self, run: Following) -> ScopedSplit:
         """Split a function in a run of the core; the loss that is given apart is no part of it."""

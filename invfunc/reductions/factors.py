@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Hashable, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any, ClassVar
 
 import torch
@@ -203,10 +204,10 @@ class KroneckerFactors(KroneckerReduction):
             found.refused[kept.name] = kept.refused
             return [None]
         origin = Origin(kept.name, found.n if self.sums else None, degree=self.degree)
-        matrices = [self._matrix(factors, origin, found) for factors in kept.roles.values()]
+        matrices = [*map(partial(self._matrix, origin, found), kept.roles.values())]
         return matrices if len(matrices) == 1 else [nearest(matrices)]
 
-    def _matrix(self, found: Factors, origin: Origin, known: Found) -> Kronecker:
+    def _matrix(self, origin: Origin, known: Found, found: Factors) -> Kronecker:
         shape, blocks, (first, *rest) = found.shape, found.blocks, found.places
         b = found.b if blocks is None else _flat(found.b)
         if found.a is None:
