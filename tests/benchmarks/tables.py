@@ -1,4 +1,4 @@
-"""How each peer computes the statistics, and the tables of them: their problems and rows."""
+"""Ways in which each peer computes the statistics, and the tables of them: their problems and rows."""
 
 from __future__ import annotations
 
