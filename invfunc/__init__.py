@@ -43,15 +43,14 @@ pair: an invertible function with its inverse. Block: a pair whose input is free
 # parameters. Slot: what holds the output of a block.
 
 from invfunc import errors, kronecker, layers, pairs
-from invfunc.certificates.certified import certified
-from invfunc.chunked import chunked
+from invfunc.around import explain, reduced, together
+from invfunc.certified import certified
+from invfunc.chunks import chunked
 from invfunc.compiled import compiled
-from invfunc.core.split import outputs
-from invfunc.data_sets.distributed import distributed
-from invfunc.data_sets.streamed import streamed
+from invfunc.core.columns import outputs
+from invfunc.data_sets.streamed import distributed, streamed
 from invfunc.errors import InvFuncError, InvFuncWarning
-from invfunc.explain import explain
-from invfunc.functional.functional import functional
+from invfunc.functional import functional
 from invfunc.invertible.chain import chain, repeated
 from invfunc.invertible.checkpoint import invertible_checkpoint
 from invfunc.invertible.checks import check_inverse
@@ -59,29 +58,28 @@ from invfunc.operation import operation
 from invfunc.pairs.couplings import additive_coupling, affine_coupling
 from invfunc.pairs.pair import Invertible, invert, with_log_det
 from invfunc.products.eigenpairs import eigenpairs
-from invfunc.products.estimate import estimate_diagonal, estimate_trace
-from invfunc.products.ggnvp import ggnvp
-from invfunc.products.hvp import hvp
-from invfunc.products.linear_operator import linear_operator, linearize
-from invfunc.reduced import reduced
-from invfunc.statistics.batch_grad import batch_grad
-from invfunc.statistics.batch_jacobian import batch_jacobian
-from invfunc.statistics.batch_l2_grad import batch_l2_grad
-from invfunc.statistics.clipped_grad import clipped_grad
-from invfunc.statistics.diag_ggn import diag_ggn
-from invfunc.statistics.diag_hessian import diag_hessian
-from invfunc.statistics.ekfac import ekfac
-from invfunc.statistics.ggn_trace import ggn_trace
-from invfunc.statistics.grad_and_variance import grad_and_variance
-from invfunc.statistics.gram import gram
-from invfunc.statistics.kfac import kfac
-from invfunc.statistics.noise_scale import noise_scale
-from invfunc.statistics.predictive_covariance import predictive_covariance
-from invfunc.statistics.sketched_grad import sketched_grad
-from invfunc.statistics.sqrt_ggn import sqrt_ggn
-from invfunc.statistics.sum_grad_squared import sum_grad_squared
-from invfunc.statistics.variance import variance
-from invfunc.together import together
+from invfunc.products.operators import estimate_diagonal, estimate_trace, linear_operator, linearize
+from invfunc.products.product import ggnvp, hvp
+from invfunc.statistics.curvature import (
+    batch_jacobian,
+    diag_ggn,
+    diag_hessian,
+    ggn_trace,
+    predictive_covariance,
+    sqrt_ggn,
+)
+from invfunc.statistics.factors import ekfac, kfac
+from invfunc.statistics.first_order import (
+    batch_grad,
+    batch_l2_grad,
+    clipped_grad,
+    grad_and_variance,
+    gram,
+    noise_scale,
+    sketched_grad,
+    sum_grad_squared,
+    variance,
+)
 
 __version__ = "0.2.0"
 

@@ -7,22 +7,19 @@ from typing import Any, Literal, TypeVar, overload
 import torch
 
 from invfunc.arguments.problem import Indices, InDims
+from invfunc.around import Explainable
 from invfunc.errors import InvFuncError as InvFuncError
 from invfunc.errors import InvFuncWarning as InvFuncWarning
-from invfunc.explain import Explainable
 from invfunc.invertible.checks import InverseReport
-from invfunc.kronecker.matrix import Kronecker
-from invfunc.linear_algebra.low_rank import LowRank
+from invfunc.kronecker.matrix import Kronecker, LowRank
 from invfunc.operation import Operation
 from invfunc.pairs.exact import Grid
 from invfunc.pairs.pair import Invertible as Invertible
+from invfunc.plan import Explanation
 from invfunc.products.eigenpairs import Decomposition, Largest
-from invfunc.products.estimate import Estimator
-from invfunc.products.linear_operator import Linearization, Operator
+from invfunc.products.operators import Estimator, Linearization, Operator
 from invfunc.products.product import Product
-from invfunc.reductions.estimate import Estimate
-from invfunc.reductions.noise import NoiseScale
-from invfunc.report import Explanation
+from invfunc.reductions.estimates import Estimate, NoiseScale
 from invfunc.statistic import Statistic
 
 from . import errors as errors

@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from invfunc.errors import ArgumentError, ArgumentTypeError
-from invfunc.functional.functional import Functional
+from invfunc.functional import Functional
 
 
 def check_callable(name: str, f: Any) -> None:

@@ -10,14 +10,12 @@ import torch
 from invfunc import tree
 from invfunc.callables import check_choice, check_count, check_generator, describe
 from invfunc.errors import ArgumentError, ArgumentTypeError
-from invfunc.kronecker.matrix import Kronecker
-from invfunc.linear_algebra.low_rank import LowRank
-from invfunc.loss.drawn import key_of
-from invfunc.loss.peeled import Peel
+from invfunc.kronecker.matrix import Kronecker, LowRank
+from invfunc.loss.drawn import Peel, key_of
 from invfunc.plan import Options
-from invfunc.reductions.predictive import Covariance
-from invfunc.reductions.quantity import GGN, GRADIENT, Drawing
-from invfunc.reductions.sketches import PROJECTIONS, Sketches
+from invfunc.reductions.columns import Covariance
+from invfunc.reductions.gradients import PROJECTIONS, Sketches
+from invfunc.reductions.reduction import GGN, GRADIENT, Drawing
 
 
 def drawing(

@@ -12,12 +12,11 @@ import torch
 from invfunc import tree
 from invfunc.callables import describe
 from invfunc.errors import ArgumentError, ArgumentTypeError
+from invfunc.plan import Explanation
 from invfunc.plans.batches import PlansOfBatches
-from invfunc.plans.calls import Calls, aside
+from invfunc.plans.calls import BACKENDS, Calls, aside
 from invfunc.plans.padded import Padding
-from invfunc.plans.plan import BACKENDS
 from invfunc.products.product import Product
-from invfunc.report import Explanation
 from invfunc.statistic import Statistic
 from invfunc.transform import Transform
 

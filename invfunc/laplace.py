@@ -32,16 +32,12 @@ from torch.nn import functional as F
 
 from invfunc._extras import extra
 from invfunc.errors import ArgumentError
-from invfunc.functional.functional import functional
+from invfunc.functional import functional
 from invfunc.kronecker.matrix import Kronecker
-from invfunc.products.hvp import hvp
-from invfunc.statistics.batch_grad import batch_grad
-from invfunc.statistics.batch_jacobian import batch_jacobian
-from invfunc.statistics.diag_ggn import diag_ggn
-from invfunc.statistics.diag_hessian import diag_hessian
-from invfunc.statistics.kfac import kfac
-from invfunc.statistics.sqrt_ggn import sqrt_ggn
-from invfunc.statistics.sum_grad_squared import sum_grad_squared
+from invfunc.products.product import hvp
+from invfunc.statistics.curvature import batch_jacobian, diag_ggn, diag_hessian, sqrt_ggn
+from invfunc.statistics.factors import kfac
+from invfunc.statistics.first_order import batch_grad, sum_grad_squared
 
 Curvature = tuple[torch.Tensor, Any]
 """The loss of a batch, and the curvature."""

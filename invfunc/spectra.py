@@ -12,17 +12,16 @@ from typing import Any
 
 import torch
 
-from invfunc._extras import ticking
-from invfunc._shown import axes
+from invfunc._extras import axes, ticking
 from invfunc._torch.functorch import transforming
 from invfunc._torch.precision import double_on
 from invfunc._torch.values import wide
 from invfunc.callables import check_count, describe
 from invfunc.errors import ArgumentError
 from invfunc.loss.drawn import by
-from invfunc.products.maps import Kind
+from invfunc.products.given import Kind
 from invfunc.products.product import Space, along, check_probes, check_product, names_of, space_of
-from invfunc.reductions.estimate import Estimate
+from invfunc.reductions.estimates import Estimate
 from invfunc.transform import Transform
 
 __all__ = ["SpectralDensity", "spectral_density"]

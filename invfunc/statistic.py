@@ -10,7 +10,6 @@ from typing import Any, TypeVar
 
 import torch
 
-from invfunc import tree
 from invfunc._extras import ticking
 from invfunc._torch.generators import set_states, states_of, torchs_own
 from invfunc._torch.values import anywhere
@@ -21,10 +20,9 @@ from invfunc.core.explained import explained
 from invfunc.core.ways import Way, by_ways
 from invfunc.evaluation.engine import Engine
 from invfunc.evaluation.kinds import Drew
-from invfunc.plan import AxisName, Options
+from invfunc.plan import AxisName, Explanation, Options, joined
 from invfunc.reductions import Reduction
-from invfunc.reductions.quantity import GRADIENT, ColumnKind, Drawing, Quantity
-from invfunc.report import Explanation, joined
+from invfunc.reductions.reduction import GRADIENT, ColumnKind, Drawing, Quantity
 from invfunc.transform import Transform
 
 T = TypeVar("T")
@@ -134,9 +132,7 @@ class Statistic(Transform):
 
     def without_samples(self, params: Any) -> Engine:
         """The evaluation of no samples, which has parameters only."""
-        leaves, structure = tree.flatten([params], none_is_leaf=False)
-        several, sizes = isinstance(self.argnums, tuple), (self.out_dims, leaves, structure)
-        given = BoundProblem(self.f, self.loss, (params,), {}, (0,), several, self.has_aux, *sizes, dims={}, n=0)
+        given = BoundProblem.of_no_samples(self, params, isinstance(self.argnums, tuple))
         return Engine(given, self.options, self._quantities(given))
 
     def _quantities(self, given: BoundProblem) -> list[Quantity]:

@@ -108,7 +108,7 @@ ALONE = 2**22
 positions of a sample allow it: 0.5 to 0.95 of the time of patches and products. From 2^21 here, except those of
 few channels within a network."""
 
-# Gram matrices of patches (linear_algebra/autocorrelation.py)
+# Gram matrices of patches (linear_algebra/contract.py)
 
 DISPLACED_DTYPES, DISPLACED_ON = (torch.float32, torch.float64), ("cpu",)
 """Where they may come from displacements: elsewhere a convolution may round to fewer bits than a matrix product."""
@@ -153,9 +153,6 @@ TOGETHER = 2**19
 """Numbers that the columns of one shared pass have at the largest site, if one column has not more; the budget, if that
 is less. Here the fastest, up to 2^22."""
 
-KEPT_READ = 2**22
-"""Numbers that are kept of what an operation reads while it is read again: a limit of memory."""
-
 FACTORED = 2**28
 """Numbers that are factored at a narrow layer at most, else it is left out: a limit of memory."""
 
@@ -164,7 +161,7 @@ MOVED = 2**24
 all are computed. A limit of memory."""
 
 
-# Heads of language models (operations/second_derivatives.py, core/split.py, products)
+# Heads of language models (operations/forms.py, core/columns.py, products)
 
 LOGITS = 2**22
 """Numbers of a tensor from which on it is not to be there several times: a cross entropy is taken for some rows at a
@@ -189,7 +186,7 @@ WIDENED = 2**24
 memory."""
 
 
-# Budgets of memory (budgeted.py)
+# Budgets of memory (chunks.py)
 
 TRIED_PASSES = 256
 """Chunks into which columns are divided at most: of those that are not drawn nobody knows the number beforehand."""

@@ -235,8 +235,11 @@ def own_memory(results: Any, given: Any) -> Any:
     """The results with memory of their own for each tensor, so that one can be written without the others."""
     taken = {*memories(tree.tensors(given))}
     leaves, structure = tree.flatten(results)
-    shared = False
-    for i, memory in enumerate(memories(leaves)):
+    found, shared = memories(leaves), False
+    if taken.isdisjoint(found) and len({*found}) == len(leaves) and None not in found:
+        if all(map(torch.Tensor.is_contiguous, leaves)):  # the most frequent ones
+            return results
+    for i, memory in enumerate(found):
         x = leaves[i]
         if memory is not None and (memory in taken or (not x.is_contiguous() and _expanded(x))):
             leaves[i] = x = x.clone(memory_format=torch.contiguous_format)

@@ -11,7 +11,7 @@ import pytest
 import torch
 from hypothesis import settings
 
-from invfunc.operations.norms import weight_norm
+from invfunc.operations.forms import weight_norm
 from tests.invertible_same import assert_same
 from tests.mutants.planted import FAULTS
 

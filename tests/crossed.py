@@ -66,7 +66,6 @@ SIDES: dict[str, tuple[Any, Any]] = {
     "NARROWER": (math.inf, 0.0),
     "NARROWEST": (3, 0),
     "TOGETHER": (1, FAR),
-    "KEPT_READ": (0, FAR),
     "FACTORED": (FAR, 0),
     "MOVED": (0, FAR),
     "CHECKED": (0, FAR),

@@ -15,8 +15,7 @@ from types import ModuleType
 
 import invfunc
 from invfunc.kronecker import Kronecker
-from invfunc.reductions.estimate import Estimate
-from invfunc.reductions.noise import NoiseScale
+from invfunc.reductions.estimates import Estimate, NoiseScale
 
 PATH = Path(invfunc.__file__).with_suffix(".pyi")
 ALWAYS = {"argnums", "has_aux"}
@@ -114,7 +113,7 @@ def made() -> str:
     """The file."""
     texts, imports = list[str](), {"from typing import Any, TypeVar, overload", "import torch"}
     imports |= {"from collections.abc import Callable", "from invfunc.products.product import Product"}
-    imports |= {"from invfunc.statistic import Statistic", "from invfunc.products.estimate import Estimator"}
+    imports |= {"from invfunc.statistic import Statistic", "from invfunc.products.operators import Estimator"}
     imports |= {f"from {kind.__module__} import {kind.__name__}" for kind in (Kronecker, Estimate, NoiseScale)}
     for name in invfunc.__all__:
         thing = getattr(invfunc, name)

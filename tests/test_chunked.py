@@ -296,6 +296,11 @@ class TestPlainFunctions:
         number = {"chunk_size": n} if by_size else {"n": n}
         assert_trees_close(chunked(self.f, **number, fold=self.FOLD)(*args), self.f(*args), EXACT)
 
+    def test_folds_of_a_dict_may_come_in_another_order(self):
+        args = ({"w": Numbers()(3, 2)}, Numbers(1)(5, 3), Numbers(2)(5))
+        fold = dict(reversed(self.FOLD.items()))
+        assert_trees_close(chunked(self.f, 2, fold=fold)(*args), self.f(*args), EXACT)
+
     @given(st.integers(1, 7), numbers_of_passes, numbers_of_passes)
     def test_nest(self, length, n, m):
         args = ({"w": Numbers()(3, 2)}, Numbers(1)(length, 3), Numbers(2)(length))

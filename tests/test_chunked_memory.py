@@ -14,7 +14,7 @@ import torch.nn.functional as F
 from torch import nn
 
 import invfunc
-from invfunc import budgeted, chunked, explain, functional
+from invfunc import chunked, chunks, explain, functional
 from invfunc.errors import ArgumentError, ArgumentTypeError, BudgetError, InvFuncError
 from invfunc.statistic import Statistic
 from invfunc.testing.oracles import assert_trees_close
@@ -149,8 +149,8 @@ class TestChoices:
     @pytest.fixture
     def measured(self, monkeypatch):
         """The calls that were measured."""
-        found, own = [], budgeted.peak_of
-        monkeypatch.setattr("invfunc.budgeted.peak_of", lambda *args: found.append(1) or own(*args))
+        found, own = [], chunks.peak_of
+        monkeypatch.setattr("invfunc.chunks.peak_of", lambda *args: found.append(1) or own(*args))
         return found
 
     def test_serve_all_batches_that_are_smaller(self, measured):

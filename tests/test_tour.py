@@ -6,7 +6,7 @@ import sys
 
 import pytest
 
-from invfunc._tour import main
+from invfunc.__main__ import main
 
 
 @pytest.mark.slow

@@ -10,9 +10,8 @@ from torch import Tensor
 import invfunc
 from invfunc.invertible.checks import InverseReport
 from invfunc.kronecker import Kronecker
-from invfunc.reductions.estimate import Estimate
-from invfunc.reductions.noise import NoiseScale
-from invfunc.report import Explanation
+from invfunc.plan import Explanation
+from invfunc.reductions.estimates import Estimate, NoiseScale
 
 Params = dict[str, Tensor]
 

@@ -312,14 +312,15 @@ def storage_of(x: torch.Tensor) -> int:
 
 def memories(leaves: Sequence[Any]) -> list[int | None]:
     """The memory of each of some tensors; None of what is no tensor."""
-    of_torch, strided, wrapped = {torch.Tensor, torch.nn.Parameter}, torch.strided, _C.is_functorch_wrapped_tensor
-    simple, found = not listening(), list[int | None]()
-    for x in leaves:  # without a call for each of them, where it is not needed
-        if simple and type(x) in of_torch and x.layout is strided and not wrapped(x):
-            found.append(x.untyped_storage()._cdata)
-        else:
-            found.append(storage_of(x) if isinstance(x, torch.Tensor) else None)
-    return found
+    plain = _PLAIN.issuperset(map(type, leaves)) and not listening() and not any(map(_wrapped, leaves))
+    if plain and _STRIDED.issuperset(map(_LAYOUT, leaves)):  # without a call of ours for each of them
+        return [*map(_CDATA, map(torch.Tensor.untyped_storage, leaves))]
+    return [storage_of(x) if isinstance(x, torch.Tensor) else None for x in leaves]
+
+
+_PLAIN, _STRIDED = {torch.Tensor, torch.nn.Parameter}, {torch.strided}
+_LAYOUT, _CDATA = attrgetter("layout"), attrgetter("_cdata")
+_wrapped = _C.is_functorch_wrapped_tensor
 
 
 def memory_of(x: torch.Tensor) -> Any:

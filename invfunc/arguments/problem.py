@@ -58,6 +58,12 @@ class BoundProblem:
     factor: float | None = None
     """Of a chunk, what its loss is multiplied by to have the scale of the loss of all samples."""
 
+    @classmethod
+    def of_no_samples(cls, t: Any, params: Any, several: bool = False) -> BoundProblem:
+        """The problem of a transform without samples, which has parameters only."""
+        leaves, structure = tree.flatten([params], none_is_leaf=False)
+        return cls(t.f, t.loss, (params,), {}, (0,), several, t.has_aux, t.out_dims, leaves, structure, {}, 0)
+
     @property
     def inputs(self) -> range:
         """The positions of what f gets."""
@@ -104,8 +110,8 @@ class BoundProblem:
         if dim is None:
             return given
         if isinstance(given, torch.Tensor):
-            return trace.samples(given, Axis(dim % given.ndim))
-        return tree.map_tensors(lambda x: trace.samples(x, Axis(dim % x.ndim)), given)
+            return trace.samples(given, (dim % given.ndim - given.ndim, 1, 1))
+        return tree.map_tensors(lambda x: trace.samples(x, (dim % x.ndim - x.ndim, 1, 1)), given)
 
     def fixed(self) -> list[torch.Tensor]:
         """The tensors that all samples share."""

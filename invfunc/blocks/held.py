@@ -11,7 +11,7 @@ from weakref import ref
 import torch
 
 from invfunc import tree
-from invfunc._shown import table
+from invfunc._extras import table
 from invfunc._torch.weak import memory_ref
 from invfunc.blocks.link import Slot
 from invfunc.budget import told

@@ -28,7 +28,7 @@ from invfunc.blocks.held import HERE, note, note_kept
 from invfunc.blocks.link import Enter, Evaluation, Holder, Like, Link, Slot, Step, Tensors, slot_of
 from invfunc.blocks.looks import EVERY, compare, looked_at, precision_of, relative_error, tolerated
 from invfunc.blocks.surroundings import Draws, Reading, States, Surroundings, drew, generators_of
-from invfunc.core.composed import Composed
+from invfunc.core.generic import Composed
 from invfunc.core.run import Run
 from invfunc.errors import InverseError, InvFuncError, ModifiedError, ReplayError
 from invfunc.transform import told

@@ -25,7 +25,7 @@ from invfunc.blocks.run import BlockRun
 from invfunc.blocks.surroundings import Closed, Surroundings, drew, swapped
 from invfunc.core.run import Run
 from invfunc.errors import ModifiedError
-from invfunc.operations.second_derivatives import TwiceDifferentiable
+from invfunc.operations.forms import TwiceDifferentiable
 from invfunc.pairs.value import read as there
 
 MANY = 8

@@ -6,6 +6,7 @@ from collections.abc import Callable, Hashable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from functools import reduce
+from operator import attrgetter
 from typing import Any, TypeVar
 
 import torch
@@ -17,27 +18,25 @@ from invfunc._torch.functorch import graph_of, transforming, versions
 from invfunc._torch.generators import same_state, set_states, state_of, states_of, torchs_own
 from invfunc.arguments.problem import BoundProblem, check_numbers, whole
 from invfunc.budget import fits
-from invfunc.core.columns import Twice, columns_at, lost, single, split
-from invfunc.core.composed import Replays
+from invfunc.core.columns import Finder, Output, Twice, columns_at, lost, marked_for, single, split
 from invfunc.core.factors import partners
-from invfunc.core.hessian import CallsRun, HessianDiagonal
-from invfunc.core.kfra import ChainRun, chain
+from invfunc.core.generic import Replays
+from invfunc.core.hessian import CallsRun, ChainRun, HessianDiagonal, chain
 from invfunc.core.marks import SUMMED, Final, Mark, Unsupported, know
 from invfunc.core.refusals import check_loss, check_outputs, check_room
 from invfunc.core.resort import AsWritten, alone, at_once, beside, by_rows, entries
 from invfunc.core.run import Run
 from invfunc.core.shares import Shares
-from invfunc.core.split import WHOLE, Axis, Finder, Output, marked_for
 from invfunc.core.uses import Use
 from invfunc.core.ways import REPLAYED, Again, How, Met, Way, looked_at
 from invfunc.errors import InvFuncError, ProcessError, ReplayError, unreached
 from invfunc.loss.square_root import Affine, Columns, Units, Weighted, joined_block
-from invfunc.operations.second_derivatives import TwiceDifferentiable
+from invfunc.operations.axis import back, exposed
+from invfunc.operations.forms import TwiceDifferentiable
 from invfunc.plan import Options, Plan, even
 from invfunc.reductions import Found, Reduction, State, States
-from invfunc.reductions.lots import Lot
-from invfunc.reductions.quantity import Quantity
-from invfunc.reductions.reduction import Shortcuts
+from invfunc.reductions.estimates import Lot
+from invfunc.reductions.reduction import Quantity, Shortcuts
 from invfunc.structure.plan import Shortcut, Structure
 
 T = TypeVar("T")
@@ -242,7 +241,7 @@ def hessian_of(problem: BoundProblem) -> list[Columns]:
     """The Hessian of the loss in the outputs that are found in f."""
     deep = transforming() or (torch.is_grad_enabled() and any(x.requires_grad for x in problem.tensors))
     with _opened(problem, deep) as run:
-        run.criterion, run.part, run.twice = Finder(n=run.n), True, True
+        run.criterion, run.part, run.twice = Finder(), True, True
         out, _ = _ran(problem, [], run)
         return check_kept(run, split(run, out).hessian())
 
@@ -264,7 +263,7 @@ def _ran(problem: BoundProblem, quantities: Sequence[Quantity], run: Run) -> tup
     for q in quantities:
         convex, exact, run.alone = convex or q.kind.convex, exact or q.drawing is None, run.alone and _single(q)
     if convex and problem.loss is None:
-        run.criterion = Finder(n=run.n)
+        run.criterion = Finder()
     if (convex and exact) or isinstance(run, CallsRun):
         run.states = states_of(torchs_own())
     with (
@@ -396,9 +395,10 @@ def _rows(way: Pullback, out: Any) -> None:
         check_outputs(run, out, out_dims)
     for i, (path, z) in enumerate(named):
         check_outputs(run, z, out_dims, path)
-        axis = Axis(out_dims % z.ndim) if z.ndim else WHOLE
-        shapes.append(z.shape if axis.dim is None else torch.Size([*z.shape[: axis.dim], *z.shape[axis.dim + 1 :]]))
-        values[i] = axis.expose(run.strip(z), run.n)
+        dim = out_dims % max(1, z.ndim)
+        axis = (dim - z.ndim, 1, 1)
+        shapes.append(torch.Size([*z.shape[:dim], *z.shape[dim + 1 :]]))
+        values[i] = exposed(run.strip(z), axis, run.n)
         roots += [Output(i, z, axis)] * z.requires_grad
     if not roots:
         raise unreached()
@@ -493,7 +493,7 @@ class Pullback:
         met = [r for r in roots if r.ordinal in left]
         if self.run.given:  # the columns may be those of a view
             left = {r.ordinal: _as_exposed(left[r.ordinal], r, n) for r in met}
-        given = [r.axis.restore(left[r.ordinal], n, 1).to(r.source.dtype) for r in met]
+        given = [back(left[r.ordinal], r.source.shape, r.axis, n).to(r.source.dtype) for r in met]
         return [r.source for r in met], given
 
     def _chunks(self) -> Sequence[tuple[range, list[Use]]]:
@@ -614,7 +614,7 @@ class Pullback:
 
 def _as_exposed(columns: torch.Tensor, root: Output, n: int) -> torch.Tensor:
     """Columns `[V, n, entries]` in the form of those at an output."""
-    return columns.reshape(len(columns), n, *root.axis.expose(root.source.detach(), n).shape[1:])
+    return columns.reshape(len(columns), n, *exposed(root.source.detach(), root.axis, n).shape[1:])
 
 
 def _lots(columns: Sequence[Columns]) -> list[Lot]:
@@ -712,9 +712,11 @@ class Fold:
         if type(reduction).aside is not Reduction.aside:
             found.aside[self.problem.paths[i]] = reduction.aside(state, found)
         results = reduction.finish(state, found)
+        if reduction.rounded:
+            for k, x in enumerate(results):
+                results[k] = x if isinstance(x, torch.Tensor) and x.dtype is leaf.dtype else _rounded(x, leaf.dtype)
         if self.reduce is None:
             return results
-        results = [_rounded(x, leaf.dtype) for x in results] if reduction.rounded else results
         return [x if x is None else self.reduce(self.problem.paths[i], _own(x)) for x in results]
 
     def finished(self) -> Any:
@@ -727,9 +729,6 @@ class Fold:
             self.found = replace(self.found, before=before)
         done = self.results
         each = [done[i] if i in done else self.closed(i) for i in range(len(problem.leaves))]
-        wanted = {p.dtype for p in problem.leaves} if reduction.rounded and self.reduce is None else set()
-        if wanted and (len(wanted) > 1 or {x.dtype for x in tree.tensors((each,))} != wanted):
-            each = [[_rounded(x, p.dtype) for x in own] for own, p in zip(each, problem.leaves, strict=True)]
         trees = [tree.unflatten([*part], problem.structure) for part in zip(*each, strict=True)]
         return reduction.assemble([tuple(t) if problem.several else t[0] for t in trees], self.found)
 
@@ -748,8 +747,8 @@ def _own(x: Any) -> Any:
 
 def _rounded(x: Any, dtype: torch.dtype) -> Any:
     """A result in the precision of the parameter."""
-    if isinstance(x, torch.Tensor):
-        return x if x.dtype is dtype else x.to(dtype)
-    if all([y.dtype is dtype for y in tree.tensors(x)]):
-        return x
-    return tree.map_tensors(lambda y: y.to(dtype), x)
+    leaves, structure = tree.flatten(x, none_is_leaf=False)
+    return x if {dtype}.issuperset(map(_DTYPE, leaves)) else tree.unflatten([y.to(dtype) for y in leaves], structure)
+
+
+_DTYPE = attrgetter("dtype")

@@ -11,19 +11,17 @@ import torch
 from invfunc import thresholds, tree
 from invfunc.arguments.problem import BoundProblem
 from invfunc.budget import bytes_of
-from invfunc.core.columns import columns_at
+from invfunc.core.columns import Output, columns_at
 from invfunc.core.evaluate import Fold, Pullback, by_kinds, kept, of_each_kind, uses_of
 from invfunc.core.hessian import HessianDiagonal
 from invfunc.core.marks import spelled
 from invfunc.core.refusals import matrices
 from invfunc.core.run import Run
-from invfunc.core.split import Output
 from invfunc.core.uses import Copies, Use
 from invfunc.core.ways import WAYS, Way
 from invfunc.loss.square_root import Columns
-from invfunc.plan import Options
-from invfunc.reductions.quantity import Quantity
-from invfunc.report import Explanation, Parameter, ReportPart
+from invfunc.plan import Explanation, Options, Parameter, ReportPart
+from invfunc.reductions.reduction import Quantity
 from invfunc.structure.plan import Shortcut, Structure
 
 HOW = {
@@ -98,7 +96,7 @@ class Teller(Pullback):
             for reach in stage.reaches:
                 how = "local" if reach.colouring is not None else "dense" if given == columns else "narrow"
                 found += self._part(how, reach.leaves, given, reach.passes)
-            given = given if stage.end is None else stage.end.rank * len(stage.end.places)
+            given = given if stage.end is None else stage.end.rank * stage.end.count
         return found + self._part("dense", way.dense, columns, columns)
 
     def _part(self, how: str, leaves: frozenset[int], columns: int, passes: int) -> list[ReportPart]:

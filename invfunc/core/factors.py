@@ -19,15 +19,13 @@ import torch
 from invfunc._torch.functorch import batch_first, unseen
 from invfunc._torch.values import fake
 from invfunc.core.marks import LEAF, SWAP, Final, Node
-from invfunc.core.order import Order
 from invfunc.core.run import Run
-from invfunc.core.transposed import Transposed
-from invfunc.core.uses import WHOLE, Block, Convolution, Expanded, Joined, ProductUse, TableRows, Use
+from invfunc.core.uses import WHOLE, Block, Convolution, Expanded, Joined, ProductUse, TableRows, Transposed, Use
 from invfunc.kronecker.matrix import Kronecker
 from invfunc.kronecker.places import PART, Place, Unfactored, grid, rows
 from invfunc.linear_algebra.contract import joined, outer, summed
-from invfunc.reductions.block import added
-from invfunc.reductions.kept_factors import Factors
+from invfunc.operations.axis import Order
+from invfunc.reductions.factors import Factors, added
 
 
 @dataclass
@@ -242,7 +240,7 @@ def operands(run: Run, leaf: torch.Tensor, use: Use, joint: bool = False) -> Sen
     if (
         run.ordered
         and use.orders
-        and (joint or run.chosen is not None or not isinstance(use, ProductUse) or isinstance(use, Convolution))
+        and (joint or run.chosen is not None or not isinstance(use, ProductUse) or type(use) is Convolution)
     ):
         raise Unfactored("it reads samples that are picked or permuted")
     if isinstance(use, ProductUse):
@@ -334,7 +332,7 @@ def _key(use: Use) -> Any:
 
 def _places(leaf: torch.Tensor, use: ProductUse, whole: bool) -> tuple[list[Place], tuple[int, ...] | None]:
     """The places of a product's factors in the parameter, and the number of blocks of its dims."""
-    conv = isinstance(use, Convolution)
+    conv = type(use) is Convolution
     g, o, k = ((0,), (0,), (*range(1, leaf.ndim),)) if conv else use.of_w
     sizes = [len(leaf), leaf[0].numel()] if conv else leaf.shape
     plain = 1 not in sizes and bool(o and k) and (conv or not g)
@@ -342,7 +340,7 @@ def _places(leaf: torch.Tensor, use: ProductUse, whole: bool) -> tuple[list[Plac
         return [*_whole(leaf.shape, o, k, use.node.kind is SWAP)], None
     with _numbered(leaf):
         entries = _once(_entries(leaf, use))
-        if isinstance(use, Convolution):
+        if conv:
             entries, g, o, k = entries.unflatten(0, (use.groups, -1)), (0,), (1,), (*range(2, len(use.shape) + 1),)
         if isinstance(use, Transposed):
             entries, g, o = entries.unflatten(0, (use.groups, -1)), (0,), (2,)
@@ -416,12 +414,7 @@ def partners(of: list[list[Use]], leaves: list[torch.Tensor]) -> dict[int, tuple
     edges = [{id(u.edge) for u in uses} for uses in of]
     found: dict[int, tuple[str, int]] = {}
     for i, uses in enumerate(of):
-        if not uses or any(
-            type(u) not in (ProductUse, Convolution, Transposed)
-            or not getattr(u, "layer", False)
-            or u.node.kind is not LEAF
-            for u in uses
-        ):
+        if not uses or any(not u.layer or u.node.kind is not LEAF for u in uses):
             continue
         size = uses[0].groups * uses[0].shape[1] if isinstance(uses[0], Transposed) else leaves[i].shape[0]
         for k, others in enumerate(of):

@@ -4,12 +4,14 @@ With `g` the gradient at the result of an operation, and `J` the Jacobian of its
 is the sum of `J^T (sum_k g_k hess call_k) J` over all operations, of which the loss is one. A product of a parameter
 with inputs that depend on it adds columns, too. Of a parameter that is read in another way than linearly, entries are
 differentiated one by one.
+
+Where f is a chain of layers, one matrix, averaged over the samples at each of them, goes back through it (KFRA).
 """
 
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import Any
@@ -19,45 +21,24 @@ import torch.nn.functional as F
 
 from invfunc import thresholds, tree
 from invfunc._torch.functorch import base_of, checkpointing, gradient_edge, version, versions
+from invfunc._torch.graphs import nodes_below
 from invfunc._torch.values import anywhere, fake, wide
-from invfunc.core.columns import softmax_root
-from invfunc.core.marks import Axis, Unsupported, arguments, named, option, tensors
+from invfunc.core.columns import columns_at, softmax_root, split
+from invfunc.core.marks import Unsupported, named, option, tensors
 from invfunc.core.run import Run
 from invfunc.core.shares import Shares
-from invfunc.core.tables import DIVIDE, EXPANDS, LIKE, LINEAR, MOVING, MULTIPLY, PLACING, POINTWISE, VIEWS, called
-from invfunc.core.uses import WHOLE, Block, Expanded, Grown, ProductUse, Shared, TableRows, Use, back, front
+from invfunc.core.tables import ADDED, DIAGONAL, DIVIDE, EACH, FIRST, JOINTLY, OF_PARAMETERS, PLUS, POINTWISE
+from invfunc.core.uses import WHOLE, Block, Expanded, ProductUse, Shared, TableRows, Use
+from invfunc.errors import ArgumentError
 from invfunc.linear_algebra.contract import joined, summed
 from invfunc.loss.hessian import pulled_back
-from invfunc.operations.second_derivatives import TwiceDifferentiable
+from invfunc.loss.square_root import joined_block
+from invfunc.operations.axis import Axis, back, front
+from invfunc.operations.forms import TwiceDifferentiable
+from invfunc.operations.operation import function_of
+from invfunc.reductions.reduction import Quantity
 
 Tensor = torch.Tensor
-POOLS = [f"{kind}_pool{k}d" for kind in ("avg", "max", "adaptive_avg", "adaptive_max") for k in (1, 2, 3)]
-CONVOLUTIONS = " ".join(f"conv{k}d" for k in (1, 2, 3))
-JOINTLY = LINEAR | VIEWS | EXPANDS | MOVING | LIKE | (PLACING - called("scatter_reduce"))
-JOINTLY |= called(
-    "abs relu relu6 leaky_relu threshold hardtanh hardsigmoid hardshrink softshrink rrelu clamp clip clamp_min "
-    "clamp_max maximum minimum fmax fmin where masked_fill dropout dropout1d dropout2d dropout3d alpha_dropout "
-    "feature_alpha_dropout positive nansum nanmean amax amin max min cummax cummin cumsum pad tril triu diag "
-    "diag_embed trace diff fold interpolate upsample pixel_shuffle pixel_unshuffle channel_shuffle detach copy_ fill "
-    f"zero type half bfloat16 l1_loss nan_to_num setitem max_pool2d_with_indices {' '.join(POOLS)}"
-)
-"""Operations that are linear, perhaps piece by piece, in all that they read together."""
-EACH = MULTIPLY | called(f"matmul mm bmm mv dot linear einsum outer inner bilinear prelu embedding {CONVOLUTIONS}")
-PLUS = called("addcmul addmm addmv addr addbmm baddbmm")
-"""Operations that add a product to the first tensor."""
-EACH |= PLUS | called("conv_transpose1d conv_transpose2d conv_transpose3d lerp tensordot kron cross")
-"""Operations that are linear in each tensor that they read."""
-FIRST = DIVIDE | called("nll_loss kl_div")
-"""Operations that are linear in the first."""
-DIAGONAL = POINTWISE | called(
-    "mse_loss smooth_l1_loss huber_loss binary_cross_entropy binary_cross_entropy_with_logits poisson_nll_loss "
-    "soft_margin_loss"
-)
-"""Operations whose Hessian in one tensor is diagonal."""
-ADDED = called(f"add sub subtract rsub radd cat stack concat where masked_fill linear {CONVOLUTIONS}")
-"""Operations to which parameters are added, except for weights."""
-OF_PARAMETERS = ADDED | EACH | EXPANDS | called("getitem addmm layer_norm rms_norm group_norm batch_norm instance_norm")
-"""Operations that are linear in each parameter that they read."""
 _MOVING = "View UnsafeView Transpose Permute T Alias Unsqueeze Squeeze ReshapeAlias Clone"
 MOVING_NODES = {f"{name}Backward0" for name in _MOVING.split()}
 """Nodes of the graph that move entries."""
@@ -107,7 +88,7 @@ class OperationCall:
     @property
     def reads(self) -> list[Tensor]:
         """The tensors that it read, and that may not be written since."""
-        reads = [*arguments(self.args), *arguments(self.kwargs.values())]
+        reads = [*tensors((*self.args, *self.kwargs.values()))]
         return reads if self.written is None else [x for x in reads if x is not self.args[0]]
 
     def again(self, run: Run) -> tuple[list[Tensor], list[Tensor]]:
@@ -151,7 +132,7 @@ class CallsRun(Run):
         call = OperationCall(func, args, kwargs, xs, [*map(gradient_edge, xs)], axes, len(self.uses))
         noted, counts = self.every or (bool(xs) and not linear(func, args, kwargs, xs)), None
         if noted:
-            if args and id(args[0]) in inputs and _writes(func, args, kwargs):
+            if args and id(args[0]) in inputs and function_of(func).writes(args, kwargs):
                 call.written = self.strip(args[0]).clone()
             counts = versions(call.reads)
         out = super().dispatched(func, args, kwargs, found)
@@ -183,8 +164,8 @@ class CallsRun(Run):
         linear = linear or (
             func in DIVIDE and len(leaves) == 1 and [u.value is call.args[0] for u in call.uses] == [True]
         )
-        for use in call.uses if linear else [u for u in call.uses if isinstance(u, (Shared, Grown))]:
-            added = isinstance(use, (Shared, Grown, TableRows)) or (func in ADDED and isinstance(use, Expanded))
+        for use in call.uses if linear else [u for u in call.uses if u.grown or isinstance(u, Shared)]:
+            added = use.grown or isinstance(use, (Shared, TableRows)) or (func in ADDED and isinstance(use, Expanded))
             met = [
                 e for x, e in zip(call.inputs, call.edges, strict=True) if not isinstance(use, ProductUse) or x is use.a
             ]
@@ -197,9 +178,9 @@ def linear(func: Any, args: tuple, kwargs: dict, xs: list[Tensor]) -> bool:
         return True
     if func in PLUS:
         args = args[1:]
-        factors = [*arguments(args), *arguments(kwargs.values())]
+        factors = tensors((*args, *kwargs.values()))
         xs = [x for x in xs if any(x is y for y in factors)]
-    if len(xs) > 1 or xs and sum([y is xs[0] for y in (*arguments(args), *arguments(kwargs.values()))]) > 1:
+    if len(xs) > 1 or xs and sum([y is xs[0] for y in tensors((*args, *kwargs.values()))]) > 1:
         return False
     if func in FIRST:
         return bool(args) and xs[0] is args[0] and not kwargs.get("rounding_mode")
@@ -209,13 +190,6 @@ def linear(func: Any, args: tuple, kwargs: dict, xs: list[Tensor]) -> bool:
         or func in PLUS
         or (func is F.batch_norm and not option(args, kwargs, 5, "training", False))
     )
-
-
-def _writes(func: Any, args: tuple, kwargs: dict) -> bool:
-    """Tells whether an operation may write its first argument."""
-    name = named(func)
-    own = name.startswith("__i") or (name.endswith("_") and not name.endswith("__"))
-    return own or bool(kwargs.get("inplace")) or any([a is True for a in args[1:]])
 
 
 # Columns of an operation
@@ -252,14 +226,13 @@ def units(x: Tensor, axis: Axis, n: int) -> tuple[int, Callable[[int, int], Tens
 def parts(run: Run, call: OperationCall, slopes: Sequence[Tensor | None]) -> list[ColumnPart]:
     """The columns of an operation, given the gradients at its results."""
     alone, n = len(call.inputs) == len(slopes) == 1, run.n
-    if alone and (found := softmax_root(run, call.func, call.args, call.kwargs, call.axes[0], slopes[0])) is not None:
-        made, axis = found
-        kind, rank = call.inputs[0].dtype, max(1, made.logits.shape[1] - 1)
+    if alone and (made := softmax_root(run, call.func, call.args, call.kwargs, call.axes[0], slopes[0])) is not None:
+        kind, shape, rank = call.inputs[0].dtype, call.inputs[0].shape, max(1, made.logits.shape[1] - 1)
         weight = made.weight[:, torch.arange(made.count, device=made.weight.device) // rank].T
         return [
             ColumnPart(
                 made.count,
-                lambda a, b: axis.restore(made.block(a, b, WHOLE).left[0], n, 1).to(kind),
+                lambda a, b: back(made.block(a, b, WHOLE).left[0], shape, call.axes[0], n).to(kind),
                 call.edges,
                 weight,
             )
@@ -389,16 +362,13 @@ class HessianDiagonal:
         with torch.enable_grad():
             found = torch.autograd.grad(out, [*edges, *run.leaves], cotangent, True, run.deep, allow_unused=True)
         run.check(found[len(edges) :])
-        slopes = iter([y.slope(run, g) for y, g in zip(results, found, strict=False)])
-        return [pair for call in run.calls for pair in self.parts(call, slopes)]
-
-    def parts(self, call: OperationCall, slopes: Iterator[Tensor | None]) -> list[tuple[ColumnPart, list[Use]]]:
-        """The columns of an operation, and the uses of parameters to which they may come."""
-        own = [next(slopes) for _ in call.results]
-        uses = [u for u in self.run.uses[: call.before] if not self.straight.isdisjoint(self.owners[id(u)])]
-        if not uses or all([g is None for g in own]):
-            return []
-        return [(part, uses) for part in parts(self.run, call, own)]
+        slopes, sent = iter([y.slope(run, g) for y, g in zip(results, found, strict=False)]), []
+        for call in run.calls:
+            own = [next(slopes) for _ in call.results]
+            uses = [u for u in run.uses[: call.before] if not self.straight.isdisjoint(self.owners[id(u)])]
+            if uses and any([g is not None for g in own]):
+                sent += [(part, uses) for part in parts(run, call, own)]
+        return sent
 
     def add(self, i: int, shares: Shares) -> None:
         """Reduce the gradients of a parameter."""
@@ -470,20 +440,8 @@ def _straight(run: CallsRun, leaf: Tensor, uses: list[Use]) -> bool:
         if _depends(slope, leaf):
             return False
     ends = {gradient_edge(u.edge).node if isinstance(u.edge, Tensor) else u.edge.node for u in uses}
-    return len(uses) == 1 or not any([_reach(run.reads[id(u)], ends) for u in uses])
-
-
-def _reach(edges: list[Any], ends: set[Any]) -> bool:
-    """Tells whether some edges come from nodes."""
-    todo, seen = [edge.node for edge in edges], set()
-    while todo:
-        node = todo.pop()
-        if node in ends:
-            return True
-        if node is not None and node not in seen:
-            seen.add(node)
-            todo += [up for up, _ in node.next_functions]
-    return False
+    read = [edge.node for u in uses for edge in run.reads[id(u)]]
+    return len(uses) == 1 or ends.isdisjoint(nodes_below(read, ends))
 
 
 def _depends(y: Tensor, leaf: Tensor) -> bool:
@@ -491,3 +449,111 @@ def _depends(y: Tensor, leaf: Tensor) -> bool:
     if not y.requires_grad:
         return False
     return torch.autograd.grad(y, leaf, torch.ones_like(y), retain_graph=True, allow_unused=True)[0] is not None
+
+
+class ChainRun(CallsRun):
+    """A run that notes every operation of samples."""
+
+    every = True
+
+
+def chain(
+    run: ChainRun,
+    names: Callable[[int], str],
+    quantity: Quantity,
+    folds: Sequence[Any],
+    out: Tensor,
+    of: list[list[Use]],
+) -> None:
+    """Reduce unit columns at the result of each layer, with the matrix that weighs their products.
+
+    It starts with `sum_n hess loss_n`, and a layer with Jacobians J[n] makes `1/n sum_n J[n]^T G J[n]` of it.
+    """
+    for i, uses in enumerate(of):
+        if len(uses) > 1:
+            raise not_a_chain(f"{names(i)} is read more than once")
+    with torch.enable_grad():
+        each = columns_at(run, out, quantity)
+        roots = split(run, out).roots
+    if len(roots) > 1:
+        raise not_a_chain("it has several outputs")
+    z, count = roots[0].source, sum([columns.count for columns in each])
+    if not count:  # as of outputs without entries
+        return
+    left = joined_block(each, 0, count, WHOLE, run.n).left[roots[0].ordinal]
+    left = run.taken(wide(left.to(z.dtype)), WHOLE, 1).flatten(2)
+    matrix = torch.einsum("vni,vnj->ij", left, left)
+    waiting = {id(u): (i, u) for i, uses in enumerate(of) for u in uses}
+    edge, calls = gradient_edge(z), [*run.calls]
+    while call := next((c for c in calls if any(_same(y.own, edge) for y in c.results)), None):
+        calls.remove(call)
+        if len(call.inputs) > 1 or len(call.results) > 1:
+            raise not_a_chain(f"`{named(call.func)}` reads or returns several tensors of the model")
+        own = [waiting.pop(id(u)) for u in call.uses]
+        if own:
+            _reduce(run, names, folds, call.results[0], matrix, own)
+        if not call.inputs:
+            break
+        matrix, edge = _through(run, call, matrix), call.edges[0]
+        if any(_same(edge, e) for c in calls for e in c.edges):
+            raise not_a_chain(f"what `{named(call.func)}` reads is read elsewhere too")
+    if waiting:
+        raise not_a_chain("a parameter is read beside it")
+
+
+def _same(a: Any, b: Any) -> bool:
+    return a.node is b.node and a.output_nr == b.output_nr
+
+
+def _reduce(
+    run: ChainRun,
+    names: Callable[[int], str],
+    folds: Sequence[Any],
+    y: Result,
+    matrix: Tensor,
+    own: list[tuple[int, Use]],
+) -> None:
+    """Reduce the uses of one operation, given the matrix at its result."""
+    if not len(matrix):  # a layer without entries
+        return
+    eye = torch.eye(len(matrix), dtype=matrix.dtype, device=matrix.device)
+    columns = back(eye[:, None].expand(-1, run.n, -1), y.shape, y.axis, run.n).to(y.dtype)
+    with torch.enable_grad():
+        run.pull_columns(y.own, columns, [u for _, u in own])
+    for i, use in own:
+        use = copy.copy(use)
+        use.matrix = matrix
+        shares = Shares(run, i, [use], names)
+        for fold in folds:
+            fold.states[i] = fold.reduction.step(shares)
+
+
+def _through(run: ChainRun, call: OperationCall, matrix: Tensor) -> Tensor:
+    """The matrix at what an operation reads, given that at its result."""
+    (copied,), (y,) = call.again(run)
+    before, result = call.axes[0], call.results[0]
+    if not isinstance(before, tuple) or not isinstance(result.axis, tuple):
+        raise not_a_chain(f"`{named(call.func)}` sums over the samples")
+
+    def each(x: Tensor, lead: int = 0) -> Tensor:
+        """The part of each sample that was chosen, `[n, entries]`."""
+        return run.taken(front(wide(run.strip(x)), before, run.n, lead), WHOLE, lead).flatten(1 + lead)
+
+    with torch.enable_grad():
+        if call.func in POINTWISE and copied.shape == y.shape:
+            d = each(torch.autograd.grad(y, copied, torch.ones_like(y), create_graph=run.deep)[0])
+            return matrix * (d.mT @ d) / len(d)
+
+        def pulled(columns: Tensor) -> Tensor:
+            """`J[n]^T columns[v, n]`."""
+            given = back(columns, y.shape, result.axis, run.n).to(y.dtype)
+            (found,) = run.rows(y, [copied], [given], run.deep) if len(given) else [None]
+            return found if found is not None else torch.zeros_like(copied).expand(len(given), *copied.shape)
+
+        once = front(wide(run.strip(pulled(matrix[:, None].expand(-1, run.n, -1)))), before, run.n, 1).flatten(2)
+        return each(pulled(once.permute(2, 1, 0)), 1).mean(1)
+
+
+def not_a_chain(why: str) -> ArgumentError:
+    """The error for a function with branches, through which the recursion is not defined."""
+    return ArgumentError(f"f is not a chain of layers: {why}. `kfac(fisher='exact')` is defined for any model.")

@@ -3,16 +3,15 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from types import BuiltinFunctionType, FunctionType
 from typing import Any
 
 import torch
 
-Axis = tuple[int, int, int]
-"""`(dim, outer, inner)`: a dim, counted from the right, with `outer * N * inner` entries, of which `[:, n, :]` are of
-sample n."""
+from invfunc.operations.operation import positions
+
 Run = Any
 """A run of f (`run.Run`), for those who are asked while it runs."""
 SUMMED = "summed"
@@ -96,19 +95,10 @@ def know(x: torch.Tensor, what: Mark | Node) -> None:
 
 
 def tensors(out: Any) -> Sequence[torch.Tensor]:
-    """The tensors of the result of an operation."""
+    """The tensors of the result of an operation, or among its arguments, also in lists."""
     if isinstance(out, torch.Tensor):
         return (out,)
     return [y for x in out for y in tensors(x)] if isinstance(out, (tuple, list)) else ()
-
-
-def arguments(args: Iterable[Any]) -> Iterator[torch.Tensor]:
-    """The tensors among the arguments of an operation, also in lists."""
-    for x in args:
-        if isinstance(x, torch.Tensor):
-            yield x
-        elif isinstance(x, (list, tuple)):
-            yield from arguments(x)
 
 
 def replaced(x: Any, by: dict[int, torch.Tensor]) -> Any:
@@ -116,10 +106,6 @@ def replaced(x: Any, by: dict[int, torch.Tensor]) -> Any:
     if isinstance(x, torch.Tensor):
         return by.get(id(x), x)
     return type(x)([replaced(y, by) for y in x]) if type(x) in (list, tuple) else x
-
-
-FIRST = ("sorted_sequence", "condition", "input", "tensors", "tensor", "query", "input1", "A")
-"""Names of first arguments of torch's builtin functions; not x, which comes second in `trapezoid`."""
 
 
 def option(args: tuple, kwargs: dict[str, Any], place: int, name: str, default: Any = None) -> Any:
@@ -131,9 +117,8 @@ def by_place(func: Any, kwargs: dict[str, Any]) -> tuple[tuple, dict[str, Any]]:
     """The arguments of a function of torch that was called by names alone, the first of them by its place."""
     if not isinstance(func, (FunctionType, BuiltinFunctionType)):  # an operation of a user has its own names
         return (), kwargs
-    code = getattr(func, "__code__", None)
-    names = code.co_varnames[: min(code.co_argcount, 1)] if code else ()
-    first = next((name for name in names or FIRST if name in kwargs), None)
+    places = positions(func)
+    first = next((name for name in kwargs if places.get(name) == 0), None)
     if first is None:
         return (), kwargs
     return (kwargs[first],), {name: x for name, x in kwargs.items() if name != first}

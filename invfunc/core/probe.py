@@ -16,10 +16,10 @@ import torch
 from invfunc import tree
 from invfunc._torch.functorch import dispatched, innermost, plainly, transforming, undispatched, unseen, unwatched
 from invfunc._torch.values import wide
-from invfunc.core.axes import alone, found, numbers, read, single
-from invfunc.core.marks import SUMMED, Known, Run, Unsupported, arguments, named, option, replaced, tensors
-from invfunc.core.order import Order
+from invfunc.core.marks import SUMMED, Known, Run, Unsupported, named, option, replaced, tensors
+from invfunc.core.rules import found, single
 from invfunc.core.tables import GROUPED, MOVES, MOVING, PLACING, SORTS, SUMS
+from invfunc.operations.axis import Order, alone, numbers, read
 
 ROUNDS = 3
 _KNOWN: dict[Any, list[Any]] = {}
@@ -174,7 +174,7 @@ def moved(n: int, func: Callable, args: tuple, kwargs: dict[str, Any], data: lis
     """The axes after an operation that moves the entries of its first argument: it runs on the numbers of the samples,
     if that has some."""
     axes = {id(x): axis for x, axis in data}
-    given = [*arguments(args[:1])]
+    given = tensors(args[:1])
     if func is torch.repeat_interleave and len(args) + len(kwargs) == 1:
         return None  # of numbers of repetitions alone
     if not any([id(x) in axes for x in given]):

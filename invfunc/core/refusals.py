@@ -13,7 +13,7 @@ from invfunc.core.marks import SUMMED, Mark, Node, Run, Unsupported
 from invfunc.core.uses import TableRows, Use
 from invfunc.errors import ArgumentError, SampleAxisError, unreached
 from invfunc.reductions import Reduction
-from invfunc.reductions.quantity import Quantity
+from invfunc.reductions.reduction import Quantity
 
 WAY_OUT = (
     "Keep them apart up to the loss, or return the [N] losses of the samples from a function that also works on a "

@@ -24,15 +24,15 @@ from torch.overrides import TorchFunctionMode
 from invfunc import thresholds, tree
 from invfunc._torch.functorch import as_it_is, graph_level, graph_of, mapped
 from invfunc._torch.generators import set_states, state_of, torchs_own
+from invfunc._torch.graphs import nodes_below
 from invfunc._torch.values import anywhere, near, wide
 from invfunc.arguments.problem import BoundProblem
 from invfunc.budget import free_on, told
+from invfunc.core.columns import CRITERIA, KNOWN
 from invfunc.core.marks import LEAF, SUMMED, Mark, Node, Unsupported, know, option, spelled, tensors
-from invfunc.core.order import Order
 from invfunc.core.run import Run
-from invfunc.core.split import CRITERIA, KNOWN
 from invfunc.core.uses import Copies
-from invfunc.operations.axis import Axis
+from invfunc.operations.axis import Axis, Order
 from invfunc.plan import even
 
 Tensor = torch.Tensor
@@ -55,6 +55,8 @@ class AsWritten(TorchFunctionMode):
         """`apart` says that something of each sample is wanted; None, that f may do what it likes."""
         super().__init__()
         self._samples, self._apart, self.leaves = samples, apart, list[Tensor]()
+        self.criteria = list[Any]()
+        """The calls of criteria, with their results."""
 
     def samples(self, x: Tensor, axis: Axis) -> Tensor:
         """The tensor that f gets in place of a tensor of the batch."""
@@ -65,6 +67,8 @@ class AsWritten(TorchFunctionMode):
         if self._apart is not None:
             _check(func, args, kwargs, self._apart)
         out = func(*args, **kwargs)
+        if CRITERIA.get(func) in KNOWN:
+            self.criteria.append((out, func, args, kwargs))
         made = args[0] if func in MARKS else out
         if isinstance(made, Tensor) and made.is_leaf and made.requires_grad:
             if func in MARKS or all(made is not x for x in args):
@@ -108,20 +112,6 @@ def alone(problem: BoundProblem, run: Run, leaves: list[Tensor]) -> tuple[Any, A
     raise error
 
 
-class Caught(TorchFunctionMode):
-    """A mode that notes the criteria that are called."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.calls = list[Any]()
-
-    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        out = func(*args, **(kwargs or {}))
-        if CRITERIA.get(func) in KNOWN:
-            self.calls.append((out, func, args, kwargs or {}))
-        return out
-
-
 def _at_criterion(problem: BoundProblem, run: Run, leaves: list[Tensor], copies: list[Tensor]) -> Any:
     """The criterion that f ends with, of the outputs and the target that it has of each sample alone; and aux."""
     before, rest = _states(), list[Any]()
@@ -130,15 +120,13 @@ def _at_criterion(problem: BoundProblem, run: Run, leaves: list[Tensor], copies:
     if any(x is not y for (_, x), (_, y) in zip(before, _states(), strict=True)):
         raise Unsupported(NO_COLUMNS)
 
-    def caught(call: Callable[[], Any]) -> tuple[Tensor, Tensor]:
-        with Caught() as mode:
-            out = call()
-        if len(mode.calls) != 1 or out is not mode.calls[0][0] or len(mode.calls[0][2]) < 2:
+    def caught(each: AsWritten, out: Any) -> tuple[Tensor, Tensor]:
+        if len(each.criteria) != 1 or out is not each.criteria[0][0] or len(each.criteria[0][2]) < 2:
             raise Unsupported(NO_COLUMNS)
-        rest[:] = mode.calls[0][1:]
+        rest[:] = each.criteria[0][1:]
         return rest[1][0], rest[1][1]
 
-    found = _mapped(replace(problem, factor=None), run, copies, through=caught)
+    found = _mapped(replace(problem, factor=None), run, copies, seen=caught)
     z, target = [x.flatten(0, 1) for x in found]
     func, args, kwargs = rest
     if len(z) != run.n or len(target) != run.n:
@@ -207,9 +195,9 @@ def _mapped(
     copies: Tensors,
     drawing: str = "different",
     graph: bool = False,
-    through: Callable[[Callable[[], Any]], Any] = lambda call: call(),
+    seen: Callable[[AsWritten, Any], Any] = lambda each, out: out,
 ) -> Any:
-    """f under vmap, `[N, ...]`, or what is seen `through` its call; where each sample draws, these are the numbers
+    """f under vmap, `[N, ...]`, or what is `seen` of its call; where each sample draws, these are the numbers
     that the whole batch has drawn.
 
     `graph`, at a level of torch.func at which f may take derivatives by torch.autograd.grad.
@@ -219,20 +207,20 @@ def _mapped(
 
     def one(*mapped: Tensor) -> Tensor:
         samples = iter(mapped[len(copies) :])
-        each = AsWritten(lambda x, axis: next(samples).unsqueeze(axis.dim or 0))
+        each = AsWritten(lambda x, axis: next(samples).unsqueeze(axis[0]))
         with graph_level() if graph else nullcontext((as_it_is, as_it_is)) as (enter, leave):
             given = [*map(enter, mapped[: len(copies)])]
-            return tree.map_tensors(leave, through(lambda: problem.call(each, given)[0]))
+            return tree.map_tensors(leave, seen(each, problem.call(each, given)[0]))
 
     dims = (*[0] * len(copies), *[d for _, d in given])
-    return mapped(one, dims, drawing)(*copies, *[run.samples(x, Axis(d)) for x, d in given])
+    return mapped(one, dims, drawing)(*copies, *[run.samples(x, (d - x.ndim, 1, 1)) for x, d in given])
 
 
 def _looped(problem: BoundProblem, run: Run, copies: Tensors) -> Tensor:
     """f of one sample after the other, `[N, ...]`."""
     found = []
     for n, params in enumerate(zip(*[x.unbind() for x in copies], strict=True)):
-        each = AsWritten(lambda x, axis, n=n: run.samples(x, axis).narrow(axis.dim or 0, n, 1))
+        each = AsWritten(lambda x, axis, n=n: run.samples(x, axis).narrow(axis[0], n, 1))
         found.append(problem.call(each, [*params])[0])
     return torch.stack(found)
 
@@ -341,7 +329,7 @@ class Followed(Run):
 
     def __init__(self, run: Run) -> None:
         super().__init__(run.n, run.deep)
-        self.blended, self.marked, self.clean = False, dict[int, Any](), dict[int, Any]()
+        self.blended, self.marked, self.clean = False, set[Any](), set[Any]()
         self.level, self._enter, self.strip = run.level, run._enter, run.strip
 
     def dispatched(self, func: Any, args: tuple, kwargs: dict, found: tuple[list, ...]) -> Any:
@@ -352,19 +340,15 @@ class Followed(Run):
         found[5].clear()
         found[0][:] = [pair for pair in found[0] if all(pair is not other for other in moved)]
         out = super().dispatched(func, args, kwargs, found)
-        self.marked |= {id(y.grad_fn): y.grad_fn for y in tensors(out) if y.grad_fn and hasattr(y, "_known")}
+        self.marked |= {y.grad_fn for y in tensors(out) if y.grad_fn and hasattr(y, "_known")}
         return out
 
     def foreign(self, x: Tensor) -> None:
         """Check that a tensor of unknown origin does not come of the samples."""
-        todo = [x.grad_fn]
-        while todo:
-            node = todo.pop()
-            if id(node) in self.marked:
-                raise Unsupported("a tensor comes from the samples by a way that was not seen")
-            if node and id(node) not in self.clean:
-                self.clean[id(node)] = node
-                todo += [up for up, _ in node.next_functions]
+        below = nodes_below([x.grad_fn], self.clean)
+        if not self.marked.isdisjoint(below):
+            raise Unsupported("a tensor comes from the samples by a way that was not seen")
+        self.clean.update(below)
 
 
 def by_rows(problem: BoundProblem, run: Run, leaves: list[Tensor]) -> tuple[Any, Any]:

@@ -36,10 +36,20 @@ from invfunc._torch.functorch import (
     saving_hooks,
 )
 from invfunc._torch.values import HALF, wide
-from invfunc.core.axes import single
-from invfunc.core.columns import criterion_of, weighs
-from invfunc.core.composed import Unreplayed, composed
-from invfunc.core.copies import copied, expanded, grown, masked_attention, of_users
+from invfunc.core.columns import Finder, Split, criterion_of, weighs
+from invfunc.core.generic import (
+    Unreplayed,
+    composed,
+    copied,
+    expanded,
+    grown,
+    into_view,
+    of_users,
+    set_derived,
+    set_item,
+    set_parameter,
+    unchanged,
+)
 from invfunc.core.marks import (
     DERIVED,
     LEAF,
@@ -61,12 +71,13 @@ from invfunc.core.marks import (
     tensors,
 )
 from invfunc.core.probe import axes_of
-from invfunc.core.split import Finder, Split
+from invfunc.core.rules import single
 from invfunc.core.tables import (
     BY_ROW,
     DERIVATIVES,
     DIVIDE,
     EXPANDS,
+    FACTORS,
     FILLED,
     FILLS,
     GROUPED,
@@ -88,18 +99,16 @@ from invfunc.core.tables import (
     SWAPS,
     VIEWS,
 )
-from invfunc.core.transposed import FACTORS
 from invfunc.core.uses import WHOLE, Block, Copies, ProductUse, Shared, Use
-from invfunc.core.written import into_view, set_derived, set_item, set_parameter, unchanged
 from invfunc.loss.hessian import pulled_rows
+from invfunc.operations.operation import in_place
 from invfunc.operations.recurrent import AT_ONCE, steps_at_once
-from invfunc.reductions.lots import Lot
+from invfunc.reductions.estimates import Lot
 
 Tensor = torch.Tensor
 SET = Tensor.__setitem__
-TABLES = {F.embedding: 3, F.embedding_bag: 3}
-"""Operations of tables of parameters, and where their `max_norm` is."""
-REWRITTEN = {*TABLES, torch.broadcast_tensors, F.scaled_dot_product_attention}
+TABLES = {F.embedding, F.embedding_bag}
+REWRITTEN = {*TABLES, torch.broadcast_tensors}
 """Operations with a rule that run, or may run, in others."""
 PICKING = INDEXES | {SET}
 """Operations whose index is one of their arguments, which weighs nothing."""
@@ -205,7 +214,7 @@ class Run(TorchFunctionMode):
         """The tensor that f gets in place of a tensor of the batch, whose samples are in a dim."""
         x = x.clone() if x.is_inference() else x
         y = x.view_as(x) if self.deep else x.detach()
-        vars(y)["_known"] = Mark(self.token, (axis.dim - y.ndim, 1, 1), y.requires_grad)
+        vars(y)["_known"] = Mark(self.token, axis, y.requires_grad)
         return y
 
     def alias(self, x: Tensor) -> Tensor:
@@ -239,7 +248,9 @@ class Run(TorchFunctionMode):
                         self.foreign(x)
                     if (level_of(x) or 0) > (self.level or 0):
                         raise Unsupported("torch.func is used inside of f")
-                elif type(known) is not Node and x.requires_grad and not known.graph:
+                elif type(known) is Node:
+                    found[1].append((x, known))
+                elif x.requires_grad and not known.graph:
                     raise Unsupported("a tensor got a graph by a way that was not seen, as a custom Function")
                 elif type(known) is Mark:
                     axis = known.axis
@@ -248,7 +259,7 @@ class Run(TorchFunctionMode):
                     else:
                         found[3 if axis is SUMMED else 4 if x.requires_grad else 5].append((x, axis))
                 else:
-                    found[1 if type(known) is Node else 2].append((x, known))
+                    found[2].append((x, known))
             elif isinstance(x, (list, tuple)):
                 self.look(x, found)
 
@@ -346,20 +357,14 @@ class Run(TorchFunctionMode):
 
     def rewritten(self, func: Any, args: tuple, kwargs: dict, data: list[Known], params: list[Known]) -> Any:
         """The result of an operation of samples in others that are followed; None where it is followed as it is."""
-        read = {id(x) for x, _ in params}
-        if func in TABLES and read and option(args, kwargs, TABLES[func], "max_norm") is not None:
+        if func in TABLES and params and option(args, kwargs, 3, "max_norm") is not None:
             raise Final("an embedding with max_norm, which writes its table")
-        if func is F.embedding or (
-            func is F.scaled_dot_product_attention and id(option(args, kwargs, 3, "attn_mask")) not in read
-        ):
+        if func is F.embedding:
             return None
         if func is torch.broadcast_tensors:
             shape = torch.broadcast_shapes(*[x.shape for x in args])
             with self:
                 return tuple(x.expand(shape) for x in args)
-        if func is F.scaled_dot_product_attention:
-            with self:
-                return masked_attention(*args, **kwargs)
         if hasattr(func, "rule_of"):
             return of_users(self, func, args, kwargs, data, params)
         inner = self.at_once(func, args, data, params) or composed(func)
@@ -534,7 +539,7 @@ class Run(TorchFunctionMode):
         of an index, as the inverse of a permutation, only where the result comes of it."""
         if into_view(out):
             raise Unsupported("samples are written into a view of a tensor without samples")
-        if func in POINTWISE or func in GROUPED or not named(func).endswith("_"):
+        if func in POINTWISE or func in GROUPED or not in_place(func):
             return None
         error = Unsupported("an operation in place that is not entry by entry")
         if out.is_floating_point() or base_of(out) is not None:
@@ -632,9 +637,9 @@ class Run(TorchFunctionMode):
         cotangents = dict(zip(edges, found, strict=False))
         for use in uses:
             d = cotangents[id(use.edge)]
-            if isinstance(d, list) and isinstance(use, (Copies, Shared)):
+            if type(d) is list and isinstance(use, (Copies, Shared)):
                 d = torch.stack(d)
-            use.send(d if d is None or isinstance(d, list) or not self.deep else self.strip(d))
+            use.send(self.strip(d) if self.deep and isinstance(d, Tensor) else d)
 
     def rows(
         self,

@@ -50,8 +50,8 @@ from invfunc.linear_algebra.contract import (
     summed,
     twice,
 )
-from invfunc.reductions.kept_factors import Factors
-from invfunc.reductions.lots import Drawn, drawn, variances
+from invfunc.reductions.estimates import Drawn, drawn, variances
+from invfunc.reductions.factors import Factors
 
 Kind = TypeVar("Kind", bound=Use)
 Weigh = Callable[[torch.Tensor, Block], torch.Tensor]
@@ -163,8 +163,7 @@ class Shares:
         use = self.single(TableRows)
         if use is not None and not self.run.deep:
             _, i, sums, _ = use.touched(self.run)
-            total = sums.new_zeros(use.shape[0], sums.shape[-1]).index_add(0, i, sums.square())
-            return self.pulled(use, total.view(use.shape), 0)
+            return self.pulled(use, use.added(self.run, i, sums.square()), 0)
         pair = None if self.run.deep else self.single(ProductUse)
         if pair is not None and (rows := pair.by_rows(self.run)) is not None:
             return self.pulled(pair, pair.shaped(torch.cat([added_squares(x) for x in rows], 1)), 0)
@@ -315,12 +314,16 @@ class Shares:
     def moments_of(self, use: TableRows) -> tuple[torch.Tensor, torch.Tensor]:
         """Moments of a table: a row that a sample does not touch counts as a zero."""
         n, (_, i, sums, there) = self.count, use.touched(self.run)
-        total = sums.new_zeros(use.shape[0], sums.shape[-1]).index_add(0, i, sums)
-        mean = total / n
-        visits = sums.new_zeros(use.shape[0], 1).index_add(0, i, there)
-        apart = torch.zeros_like(total).index_add(0, i, (sums - mean[i]).square() * there)
-        both = [x.view(use.shape) for x in (total, apart + (n - visits) * mean.square())]
-        return self.pulled(use, both[0], 0), self.pulled(use, both[1], 0)
+        i, order = i.sort()
+        sums, there = sums[order], there[order]
+        at = torch.cat([torch.zeros_like(i[:1]), (i[1:] != i[:-1]).cumsum(0)])  # a place for each row that is touched
+        mean = torch.zeros_like(sums).index_add_(0, at, sums) / n
+        visits = torch.zeros_like(there).index_add_(0, at, there)
+        apart = torch.zeros_like(sums).index_add_(0, at, (sums - mean[at]).square() * there)
+        rows = torch.zeros_like(i).scatter_(0, at, i)
+        both = mean * n, apart + (n - visits) * mean.square()
+        total, centred = [self.pulled(use, use.added(self.run, rows, x), 0) for x in both]
+        return total, centred
 
     def products(self, exact: bool = False) -> torch.Tensor:
         """`sum_p G[v, n, p] G[w, m, p]` as `[V, n, V, n]`; `exact`, in float64."""

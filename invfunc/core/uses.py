@@ -16,47 +16,14 @@ import torch.nn.functional as F
 from invfunc import thresholds
 from invfunc._torch.functorch import counted, version
 from invfunc._torch.values import HALF, room, wide
-from invfunc.core.axes import factors_of, letters, operands
-from invfunc.core.marks import Axis, Node, Run, Unsupported, named, option
-from invfunc.core.order import Order
-from invfunc.core.tables import called
+from invfunc.core.marks import Node, Run, Unsupported, named
 from invfunc.errors import ArgumentError
-from invfunc.linear_algebra import autocorrelation
-from invfunc.linear_algebra.contract import in_place, summed
-from invfunc.operations.second_derivatives import TwiceDifferentiable
+from invfunc.linear_algebra.contract import in_place, patches_gram, summed, unfolded
+from invfunc.operations.axis import Axis, Order, front
 
 Block = slice | torch.Tensor
 """Some of the samples."""
 WHOLE = slice(None)
-
-
-def front(x: torch.Tensor, axis: Axis, n: int, lead: int = 0) -> torch.Tensor:
-    """A tensor with the samples in their own dim `lead`; what else is in their dim stays there."""
-    if n == 1:
-        return x.unsqueeze(lead)
-    at, outer, inner = axis
-    at += x.ndim
-    if isinstance(outer, Order):
-        return outer.front(x, at, lead)
-    if outer == inner == 1:
-        x = x if at == lead else x.movedim(at, lead)
-        return x.unsqueeze(at + 1)
-    x = x.unflatten(at, (outer, n, inner)).movedim(at + 1, lead)
-    return x.flatten(at + 1, at + 2)
-
-
-def back(x: torch.Tensor, shape: Sequence[int], axis: Axis, n: int) -> torch.Tensor:
-    """Columns `[V, n, entries]` in the layout of a tensor, `[V, *shape]`."""
-    if n == 1:
-        return x.reshape(len(x), *shape)
-    at, outer, inner = axis
-    at += len(shape)
-    if isinstance(outer, Order):
-        if at < 0:
-            return outer.restored(x.reshape(len(x), n, 1, *shape), 0).squeeze(1)
-        return outer.restored(x.reshape(len(x), n, *shape[:at], outer.width, *shape[at + 1 :]), at)
-    x = x.reshape(len(x), n, *shape[:at], outer, inner, *shape[at + 1 :])
-    return x.movedim(1, at + 2).flatten(at + 1, at + 3)
 
 
 class Use:
@@ -82,6 +49,10 @@ class Use:
     """The dim of the columns, where they are put together."""
     uses: Sequence[Use] = ()
     """Those that it stands for, if it is several."""
+    layer = False
+    """Whether its operation may have a bias."""
+    grown = False
+    """Whether f itself expanded the parameter to all samples, as the class token of a vision transformer."""
 
     def __init__(self, node: Node, value: torch.Tensor) -> None:
         self.node, self.value, self.shape = node, value, value.shape
@@ -163,6 +134,12 @@ def weighted(rows: torch.Tensor, weights: torch.Tensor | None, block: Block) -> 
     return torch.tensordot(weights[block].to(rows.dtype), rows.sum(0) if len(rows) > 1 else rows[0], 1)
 
 
+def columns_sum(d: torch.Tensor, weights: torch.Tensor | None) -> torch.Tensor:
+    """`weights[n] sum_v d[v, n]`."""
+    d = d[0] if len(d) == 1 else d.sum(0)
+    return d if weights is None else d * weights.to(d.dtype).view(-1, *[1] * (d.ndim - 1))
+
+
 Dims = tuple[tuple[int, ...], tuple[int, ...], tuple[int, ...]]
 
 
@@ -188,9 +165,6 @@ class ProductUse(Use):
         self.a, self.a_axis, self.axis, self.version = a, a_axis, axis, counted(a)
         self.of_a, self.of_d, self.of_w = of_a, of_d, of_w
         self.stacked = -2 if of_d is None else 1
-
-    layer = False
-    """Whether its operation may have a bias."""
 
     again: Callable[[], torch.Tensor] | None = None
     """Computes what was read again, where a block frees it."""
@@ -291,10 +265,7 @@ class ProductUse(Use):
             a, d = rows
             d = d[0] if len(d) == 1 else d.sum(0)
             return self.placed((d if weights is None else d * weights.to(d.dtype)[:, None]).mT @ a)
-        a, d = self.read(run), self.sends(run)
-        d = d[0] if len(d) == 1 else d.sum(0)
-        d = d if weights is None else d * weights.to(d.dtype)[:, None, None, None]
-        return self.shaped(product(d, a))
+        return self.shaped(product(columns_sum(self.sends(run), weights), self.read(run)))
 
     def places(self, run: Run) -> int:
         return self.sizes(run)[0]
@@ -363,26 +334,31 @@ class Joined(ProductUse):
 
 def patches(x: torch.Tensor, kernel: tuple[int, ...], stride: Any, padding: Any, dilation: Any) -> torch.Tensor:
     """The windows of `[n, c, *space]` as `[n, p, c * kernel]`."""
-    return autocorrelation.patches(x, kernel, tuple(stride), [(p, p) for p in padding], tuple(dilation)).mT
+    return unfolded(x, kernel, tuple(stride), [(p, p) for p in padding], tuple(dilation)).mT
 
 
 class Convolution(ProductUse):
     """A convolution, whose windows are read block by block."""
 
+    transposed = False
+
     def __init__(
         self, node: Node, value: torch.Tensor, a: torch.Tensor, a_axis: Axis, axis: Axis, window: tuple, groups: int
     ) -> None:
-        """`window` are its strides, paddings and dilations."""
-        super().__init__(node, value, a, a_axis, axis, None, None, ((), (0,), (1,)))
+        """`window` are its strides, paddings, dilations, and paddings of the result if it is transposed."""
+        o, k = ((1,), (0, *range(2, value.ndim))) if self.transposed else ((0,), (1,))
+        super().__init__(node, value, a, a_axis, axis, None, None, ((), o, k))
         self.window, self.groups, self.stacked, self.layer = window, groups, 1, True
 
     def read(self, run: Run, block: Block = WHOLE) -> torch.Tensor:
         x = self.inputs(run, block)  # [n, 1 or more, c, *space]
         n, more = x.shape[:2]
-        stride, padding, dilation = self.window
-        x = patches(x.flatten(0, 1), self.shape[2:], stride, padding, dilation)
-        x = x.unflatten(-1, (self.groups, -1)).transpose(1, 2)  # [n more, g, p, k]
+        x = self.windows(x.flatten(0, 1)).transpose(1, 2)  # [n more, g, p, k]
         return x if more == 1 else x.unflatten(0, (n, more)).transpose(1, 2).flatten(2, 3)
+
+    def windows(self, x: torch.Tensor) -> torch.Tensor:
+        """The entries that each position reads, `[n, p, g, k]`."""
+        return patches(x, self.shape[2:], *self.window[:3]).unflatten(-1, (self.groups, -1))
 
     def sends(self, run: Run, block: Block = WHOLE) -> torch.Tensor:
         x = self.sent(run, block)  # [V, n, more, o, *space]
@@ -400,28 +376,30 @@ class Convolution(ProductUse):
         return places, self.shape[0] // self.groups, self.shape[1:].numel()
 
     def size(self, run: Run) -> int:
-        places = self.sizes(run)[0]
-        return super().size(run) + places * (self.shape[1:].numel() * self.groups + self.shape[0] * run.columns)
+        p, o, k = self.sizes(run)
+        return super().size(run) + p * self.groups * (k + o * run.columns)
 
     def total(self, run: Run, weights: torch.Tensor | None = None) -> torch.Tensor:
-        d = self.sent(run)
-        d = d[0] if len(d) == 1 else d.sum(0)
-        d = d if weights is None else d * weights.to(d.dtype).view(-1, *[1] * (d.ndim - 1))
+        d = columns_sum(self.sent(run), weights)
         return self.backward(run, self.inputs(run, WHOLE).flatten(0, 1), d.flatten(0, 1))
 
     def backward(self, run: Run, a: torch.Tensor, d: torch.Tensor) -> torch.Tensor:
         """The gradient of all samples that were read and sent."""
-        kernel = len(self.shape) - 2
-        stride, padding, dilation = self.window
-        weight, zeros = run.strip(self.value.new_zeros(())).expand(self.shape), [0] * kernel
-        rest = (weight, None, stride, padding, dilation, False, zeros, self.groups, (False, True, False))
+        weight, (*window, extra) = run.strip(self.value.new_zeros(())).expand(self.shape), self.window
+        rest = (weight, None, *window, self.transposed, extra, self.groups, (False, True, False))
         return torch.ops.aten.convolution_backward(d, a, *rest)[1]
 
     def alone(self, run: Run) -> bool:
         """Tells whether the gradient of a sample is a backward pass of the convolution: of many multiplications."""
         places, device = self.sizes(run)[0], self.value.device.type
         known = self.value.dtype in thresholds.TOTAL_DTYPES and device in thresholds.TOTAL_ON
-        if run.deep or run.columns > 1 or not known or self.shape.numel() * places < thresholds.ALONE:
+        if (
+            self.transposed
+            or run.deep
+            or run.columns > 1
+            or not known
+            or self.shape.numel() * places < thresholds.ALONE
+        ):
             return False
         return places >= thresholds.TOTAL_POSITIONS * self.shape[0]
 
@@ -434,11 +412,41 @@ class Convolution(ProductUse):
 
     def gram(self, run: Run) -> torch.Tensor | None:
         """`sum_np a a^T` without windows; None where these are the better way."""
-        stride, padding, dilation = self.window
-        if self.groups > 1 or max(stride) > 1:
+        stride, padding, dilation, _ = self.window
+        if self.transposed or self.groups > 1 or max(stride) > 1:
             return None
         kernel, pads = tuple(self.shape[2:]), [(p, p) for p in padding]
-        return autocorrelation.patches_gram(self.inputs(run, WHOLE).flatten(0, 1), kernel, pads, dilation)
+        return patches_gram(self.inputs(run, WHOLE).flatten(0, 1), kernel, pads, dilation)
+
+
+class Transposed(Convolution):
+    """A transposed convolution: that of an input with zeros between its entries, with the mirrored kernel."""
+
+    transposed = True
+
+    def windows(self, x: torch.Tensor) -> torch.Tensor:
+        stride, padding, dilation, extra = self.window
+        kernel = self.shape[2:]
+        edges = [gap * (k - 1) - p for gap, k, p in zip(dilation, kernel, padding, strict=True)]
+        sizes = [(i - 1) * s + 1 for i, s in zip(x.shape[2:], stride, strict=True)]
+        apart = x.new_zeros(*x.shape[:2], *sizes)
+        apart[(..., *(slice(None, None, s) for s in stride))] = x
+        ends = [(e, e + m) for e, m in zip(edges, extra, strict=True)]
+        apart = F.pad(apart, [end for pair in ends[::-1] for end in pair])  # also by less than nothing
+        x = patches(apart, kernel, (1,) * len(kernel), (0,) * len(kernel), dilation)
+        return x.unflatten(-1, (self.groups, -1, kernel.numel())).flip(-1).flatten(-2)
+
+    def shaped(self, w: torch.Tensor) -> torch.Tensor:
+        w = w.unflatten(-1, (-1, *self.shape[2:]))  # [..., g, o, c, *kernel]
+        lead = w.ndim - len(self.shape) - 1
+        return w.transpose(lead + 1, lead + 2).flatten(lead, lead + 1)
+
+    def parted(self, w: torch.Tensor) -> torch.Tensor:
+        w = w.unflatten(0, (self.groups, -1)).transpose(1, 2)
+        return w.flatten(2, len(self.shape))
+
+    def sizes(self, run: Run) -> tuple[int, int, int]:
+        return super().sizes(run)[0], self.shape[1], self.shape[0] // self.groups * self.shape[2:].numel()
 
 
 class Expanded(Use):
@@ -499,10 +507,6 @@ class Expanded(Use):
         return d.reshape(*d.shape[:2], *self.shape)
 
 
-class Grown(Expanded):
-    """A parameter that f itself expanded to all samples, as the class token of a vision transformer."""
-
-
 class Copies(Use):
     """Any other use: the operation runs under vmap, with a copy of the parameter for each sample."""
 
@@ -543,17 +547,21 @@ class TableRows(Use):
 
     def total(self, run: Run, weights: torch.Tensor | None = None) -> torch.Tensor:
         i, d = self.parts(run)
-        d = d[0] if len(d) == 1 else d.sum(0)
-        d = d if weights is None else d * weights.to(d.dtype)[:, None, None]
-        return d.new_zeros(self.shape[0], d.shape[-1]).index_add(0, i.flatten(), d.flatten(0, 1)).view(self.shape)
+        d = columns_sum(d, weights)
+        return self.added(run, i.flatten(), d.flatten(0, 1))
+
+    def added(self, run: Run, index: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
+        """The sums of rows `[u, d]` at their indices, in the layout of the table."""
+        table = rows.new_zeros(self.shape[0], rows.shape[-1])
+        table = table.index_add(0, index, rows) if run.deep else table.index_add_(0, index, rows)  # without a copy
+        return table.view(self.shape)
 
     def places(self, run: Run) -> int:
         return self.index.numel() // run.n
 
     def squares(self, run: Run) -> torch.Tensor:
         i, d = self.parts(run)
-        zeros = d.new_zeros(self.shape[0], d.shape[-1])
-        return zeros.index_add(0, i.flatten(), d.square().sum(0).flatten(0, 1)).view(self.shape)
+        return self.added(run, i.flatten(), d.square().sum(0).flatten(0, 1))
 
     def touched(self, run: Run) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
         """The rows that samples touch: their samples (those of each column after the other), indices, and gradients
@@ -568,191 +576,3 @@ class TableRows(Use):
         there = torch.arange(i.shape[1], device=i.device) <= number[:, -1:]
         samples = torch.arange(len(i), device=i.device)[:, None].expand_as(i)
         return samples.flatten(), index.flatten(), sums.flatten(0, 1), there.reshape(-1, 1).to(d.dtype)
-
-
-# How operations read parameters: rules `(run, args, kwargs, nodes, axes, out_axis, func) -> uses`, None without a rule
-
-Nodes = dict[int, Node]
-
-
-def each(value: Any, count: int) -> tuple[int, ...]:
-    """An option of a convolution, for each dim."""
-    return (value,) * count if isinstance(value, int) else tuple(value) * (count if len(value) == 1 else 1)
-
-
-def of_linear(run: Run, args: tuple, kwargs: dict, nodes: Nodes, axes: Any, axis: Axis, func: Any) -> Any:
-    """`linear(x, w, b)`."""
-    if len(args) == 3:
-        x, w, b = args
-    else:
-        x, w, b = args[0], option(args, kwargs, 1, "weight"), option(args, kwargs, 2, "bias")
-    uses: list[Use] = []
-    if id(w) in nodes:
-        if w.ndim != 2:
-            return None
-        pair = ProductUse(nodes[id(w)], w, x, axes[id(x)], axis, None, None, ((), (0,), (1,)))
-        pair.layer = True
-        uses.append(pair)
-    if b is not None and id(b) in nodes:
-        uses.append(Expanded(nodes[id(b)], b, axis))
-    return uses
-
-
-def _by_letters(
-    run: Run, nodes: Nodes, w: torch.Tensor, x: torch.Tensor, ws: str, xs: str, outs: str, axes: Any, axis: Axis
-) -> Any:
-    """A product of one parameter and one tensor with samples."""
-    if len(set(ws)) < len(ws) or len(set(xs)) < len(xs):
-        return None
-    sample = xs[axes[id(x)][0]]
-    g = [c for c in ws if c in xs and c in outs]
-    k = [c for c in ws if c in xs and c not in outs]
-    o = [c for c in ws if c not in xs and c in outs]
-    p = [c for c in outs if c in xs and c not in ws]
-    if len(g) + len(k) + len(o) < len(ws) or len(p) + len(g) + len(k) < len(xs) or (sample not in p and run.n > 1):
-        return None
-
-    def at(labels: list[str], of: str) -> tuple[int, ...]:
-        return tuple(of.index(c) - len(of) for c in labels)
-
-    of_a, of_d = (at(g, xs), at(p, xs), at(k, xs)), (at(g, outs), at(p, outs), at(o, outs))
-    of_w = tuple(tuple(ws.index(c) for c in labels) for labels in (g, o, k))
-    return [ProductUse(nodes[id(w)], w, x, axes[id(x)], axis, of_a, of_d, of_w)]  # pyright: ignore[reportArgumentType]: three
-
-
-def of_matmul(run: Run, args: tuple, kwargs: dict, nodes: Nodes, axes: Any, axis: Axis, func: Any) -> Any:
-    """Products of (batches of) matrices and vectors."""
-    a, b = args[0], option(args, kwargs, 1, "other", kwargs.get("mat2"))
-    most = max(a.ndim, b.ndim) - 2
-    batch = "ABCDEFGH"[: max(most, 0)]
-    of_a = "k" if a.ndim == 1 else batch[len(batch) - a.ndim + 2 :] + "mk"
-    of_b = "k" if b.ndim == 1 else batch[len(batch) - b.ndim + 2 :] + "ko"
-    outs = batch + "m" * (a.ndim > 1) + "o" * (b.ndim > 1)
-    (w, ws, x, xs) = (a, of_a, b, of_b) if id(a) in nodes else (b, of_b, a, of_a)
-    if id(x) not in axes:
-        return None
-    if w is b and b.ndim == 2 and axes[id(x)][0] != -1 and x.ndim > 1:
-        return [ProductUse(nodes[id(w)], w, x, axes[id(x)], axis, None, None, ((), (1,), (0,)))]
-    if any(w.shape[i] != x.shape[i] for i in range(-min(w.ndim, x.ndim), -2)):
-        return None
-    return _by_letters(run, nodes, w, x, ws, xs, outs, axes, axis)
-
-
-def of_addmm(run: Run, args: tuple, kwargs: dict, nodes: Nodes, axes: Any, axis: Axis, func: Any) -> Any:
-    """`addmm(c, a, b)`."""
-    if len(args) + len(kwargs) != 3 or kwargs.keys() - {"mat1", "mat2"}:
-        return None
-    uses: list[Use] = [Expanded(nodes[id(args[0])], args[0], axis)] if id(args[0]) in nodes else []
-    a, b = factors_of(args, kwargs)
-    if id(a) in nodes or id(b) in nodes:
-        more = of_matmul(run, (a, b), {}, nodes, axes, axis, func)
-        return None if more is None else uses + more
-    return uses
-
-
-def of_einsum(run: Run, args: tuple, kwargs: dict, nodes: Nodes, axes: Any, axis: Axis, func: Any) -> Any:
-    """An einsum of a parameter and a tensor."""
-    given = operands(args)
-    if len(given) != 2 or len(nodes) != 1 or len(axes) != 1:
-        return None
-    ins, outs = letters(args[0], [x.shape for x in given])
-    (w, ws), (x, xs) = [*zip(given, ins, strict=True)][:: 1 if id(given[0]) in nodes else -1]
-    sizes = dict(zip(ws, w.shape, strict=True))
-    if any(sizes.get(c, s) != s for c, s in zip(xs, x.shape, strict=True)):
-        return None
-    return _by_letters(run, nodes, w, x, ws, xs, outs, axes, axis)
-
-
-def of_convolution(run: Run, args: tuple, kwargs: dict, nodes: Nodes, axes: Any, axis: Axis, func: Any) -> Any:
-    """`conv2d(x, w, b, stride, padding, dilation, groups)` and its like."""
-    x, w, b = args[0], option(args, kwargs, 1, "weight"), option(args, kwargs, 2, "bias")
-    rest = w.ndim - 2
-    if x.ndim != w.ndim or id(x) not in axes:
-        return None
-    stride, dilation = (each(option(args, kwargs, i, name, 1), rest) for i, name in ((3, "stride"), (5, "dilation")))
-    padding, groups = option(args, kwargs, 4, "padding", 0), option(args, kwargs, 6, "groups", 1)
-    if padding == "valid":
-        padding = 0
-    if padding == "same":
-        if any((k - 1) * gap % 2 for k, gap in zip(w.shape[2:], dilation, strict=True)):
-            return None
-        padding = tuple((k - 1) * gap // 2 for k, gap in zip(w.shape[2:], dilation, strict=True))
-    uses: list[Use] = []
-    if id(w) in nodes:
-        window = (stride, each(padding, rest), dilation)
-        uses.append(Convolution(nodes[id(w)], w, x, axes[id(x)], axis, window, groups))
-    if b is not None and id(b) in nodes:
-        uses.append(Expanded(nodes[id(b)], b, axis, view=(b.numel(), *[1] * rest)))
-    return uses
-
-
-def of_norm(places: tuple[int, int | None], layer: bool = False) -> Callable:
-    """A rule of norms: the scale reads what is normalised, the shift is added."""
-
-    def rule(run: Run, args: tuple, kwargs: dict, nodes: Nodes, axes: Any, axis: Axis, func: Any) -> Any:
-        w = option(args, kwargs, places[0], "weight")
-        b = option(args, kwargs, places[1], "bias") if places[1] else None
-        x = args[0]
-        if id(x) not in axes:
-            return None
-        if named(func) == "batch_norm" and option(args, kwargs, 5, "training", False):
-            raise Unsupported("batch norm in train mode")
-        plain, options = list(args), {k: v for k, v in kwargs.items() if k not in ("weight", "bias")}
-        for i in places:
-            if i and i < len(plain):
-                plain[i] = None
-        before = version(x)
-
-        def normal(run: Run, block: Block) -> torch.Tensor:
-            if version(x) != before:
-                raise Unsupported("what a parameter met was changed in place later")
-            with TwiceDifferentiable() if run.deep else torch.no_grad():
-                return wide(run.taken(front(func(run.strip(x), *plain[1:], **options), axis, run.n), block))
-
-        uses: list[Use] = []
-        for t, factor in ((w, normal), (b, None)):
-            if t is not None and id(t) in nodes:
-                view = tuple(t.shape) if layer else (t.numel(), *[1] * (x.ndim - 2))
-                uses.append(Expanded(nodes[id(t)], t, axis, factor, view))
-        return uses
-
-    return rule
-
-
-def of_embedding(run: Run, args: tuple, kwargs: dict, nodes: Nodes, axes: Any, axis: Axis, func: Any) -> Any:
-    """`embedding(index, table, padding_idx)`."""
-    if option(args, kwargs, 3, "max_norm") is not None or option(args, kwargs, 5, "scale_grad_by_freq", False):
-        raise Unsupported("embedding with max_norm or scale_grad_by_freq depends on all samples")
-    table, padding = option(args, kwargs, 1, "weight"), option(args, kwargs, 2, "padding_idx")
-    if id(table) not in nodes or id(args[0]) not in axes:
-        return None
-    if padding is not None and padding < 0:
-        padding += len(table)
-    return [TableRows(nodes[id(table)], table, args[0], axes[id(args[0])], axis, padding)]
-
-
-def of_index(run: Run, args: tuple, kwargs: dict, nodes: Nodes, axes: Any, axis: Axis, func: Any) -> Any:
-    """`w[i]`."""
-    w, i = args[0], args[-1]
-    if id(w) in nodes and isinstance(i, torch.Tensor) and id(i) in axes and i.dtype == torch.long and w.ndim > 0:
-        return [TableRows(nodes[id(w)], w, i, axes[id(i)], axis, None)]
-    return None
-
-
-FACTORS: dict[Any, Callable] = {
-    func: rule
-    for names, rule in [
-        ("linear", of_linear),
-        ("matmul mm bmm mv", of_matmul),
-        ("addmm", of_addmm),
-        ("einsum", of_einsum),
-        ("conv1d conv2d conv3d", of_convolution),
-        ("layer_norm", of_norm((2, 3), layer=True)),
-        ("rms_norm", of_norm((2, None), layer=True)),
-        ("group_norm", of_norm((2, 3))),
-        ("getitem", of_index),
-    ]
-    for func in called(names) - {torch.Tensor.__rmatmul__}
-}
-FACTORS |= {F.batch_norm: of_norm((3, 4)), F.instance_norm: of_norm((3, 4)), F.embedding: of_embedding}
-"""The rules of operations that read parameters."""

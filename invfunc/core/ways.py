@@ -17,7 +17,7 @@ from invfunc._torch.functorch import transforming
 from invfunc._torch.weak import WeakIdMap
 from invfunc.arguments.problem import BoundProblem
 from invfunc.core.columns import Twice
-from invfunc.core.composed import Unreplayed
+from invfunc.core.generic import Unreplayed
 from invfunc.core.marks import Final, Unsupported
 from invfunc.core.refusals import refused_by
 from invfunc.core.resort import alone, by_rows

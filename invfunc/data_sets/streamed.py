@@ -1,7 +1,8 @@
-"""A data set in the memory of one batch."""
+"""A data set in the memory of one batch: statistics and products of a loader, and of the samples of all processes."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, Literal
@@ -12,16 +13,14 @@ from invfunc import tree
 from invfunc._torch.sharded import sharded
 from invfunc.callables import describe
 from invfunc.compiled import opened
-from invfunc.data_sets.product import StreamedProduct
 from invfunc.data_sets.tiled import Tiled
-from invfunc.data_sets.visits import PARAMETERS, ProcessPart, RowByRow, Rows, VisitWork, identity_of
+from invfunc.data_sets.visits import PARAMETERS, Course, ProcessPart, RowByRow, Rows, VisitWork, identity_of
 from invfunc.errors import ArgumentError, ArgumentTypeError
-from invfunc.evaluation.batches import Feed, first
-from invfunc.evaluation.checkpoint import Checkpoint
+from invfunc.evaluation.batches import Checkpoint, Feed, first
 from invfunc.evaluation.processes import described, parts
+from invfunc.plan import Explanation
 from invfunc.plans.batches import PlansOfBatches
-from invfunc.products.product import Product
-from invfunc.report import Explanation
+from invfunc.products.product import Linearised, OfAll, Product, WithVector, space_of
 from invfunc.statistic import Statistic
 from invfunc.transform import Transform, check_adds_up
 
@@ -166,7 +165,7 @@ def streamed(
         if reduction is not None:
             raise ArgumentError(f"streamed({t!r}, reduction={reduction!r}): it takes the [N] losses of the samples.")
         return Tiled(t, feed, out)
-    return Streamed(t, part, out=out, plans=plans)
+    return Streamed(t, part, plans, out=out)
 
 
 def not_by_batches(t: Statistic, alone: bool) -> str:
@@ -193,14 +192,11 @@ def _no_rows(t: Statistic, file: Checkpoint | None) -> str:
 
 
 @dataclass(frozen=True, repr=False)
-class Streamed(Transform):
-    """A function `(params, loader) -> result`, of all batches together, or `(params, *batch)` of all processes."""
+class OverBatches(Transform):
+    """A statistic or a product of all batches of a loader, or of one batch of each process."""
 
-    t: Statistic
+    t: Any
     part: ProcessPart
-    gather: bool = False
-    """Tells whether results with a sample axis are those of all processes."""
-    out: Any = None
     plans: PlansOfBatches | None = None
     """Plans by which batches are evaluated, if it is `compiled`."""
     outermost = True
@@ -211,6 +207,15 @@ class Streamed(Transform):
     @property
     def has_aux(self) -> bool:  # pyright: ignore[reportIncompatibleVariableOverride]
         return self.t.has_aux
+
+
+@dataclass(frozen=True, repr=False)
+class Streamed(OverBatches):
+    """A function `(params, loader) -> result`, of all batches together, or `(params, *batch)` of all processes."""
+
+    gather: bool = False
+    """Tells whether results with a sample axis are those of all processes."""
+    out: Any = None
 
     @property
     def several(self) -> bool:  # pyright: ignore[reportIncompatibleVariableOverride]
@@ -227,7 +232,7 @@ class Streamed(Transform):
     def compute(self, args: tuple, kwargs: dict[str, Any], names: Any) -> tuple[Any, Any]:
         t, said = self.t, {"the statistic": options_of(self.t)}
         rows = None if self.out is None else Rows(self.out, [m.quantity for m in t.members or (t,)], bool(t.members))
-        begun = self.part.begun(
+        course = self.part.begun(
             t,
             args,
             PARAMETERS,
@@ -237,12 +242,12 @@ class Streamed(Transform):
             again=twice(t),
             check=None if rows is None else rows.check,
         )
-        given = t, kwargs, begun, self.plans, self.part.reduction
+        given = t, kwargs, course, self.plans, self.part.reduction
         work = VisitWork(*given) if rows is None else RowByRow(rows, *given)
-        with begun.course:
+        with course:
             results, aux = work.done(self.gather)
             results = self._laid_out(results, args[0])
-        return results, aux if self.part.feed is not None else aux[0] if aux else None
+        return results, self.part.aux(aux)
 
     def explanation(self, args: tuple, kwargs: dict[str, Any], names: Any) -> Explanation:
         """Explains how it would be computed: what is done with the first batch, and how often with how many; of several
@@ -284,16 +289,210 @@ class Streamed(Transform):
         return tuple(map(of, self.t.members, results)) if self.t.members else of(self.t, results)
 
 
-def options_of(t: Statistic) -> str:
-    """Description that tells a statistic from others, in every process."""
-    each = [
-        (m.reduction, m.drawing and (m.drawing.count, m.drawing.sample, m.drawing.peel and m.drawing.peel.columns))
-        for m in t.members or (t,)
-    ]
-    return f"{described(t)} {described([each, t.in_dims, t.out_dims, t.options.dense, t.others, t.has_aux])}"
+def options_of(t: Any) -> str:
+    """Description that tells a statistic or a product from others, in every process."""
+    known: list[Any] = [t.in_dims, t.out_dims, t.has_aux, *([t.degree] if isinstance(t, Product) else [])]
+    if isinstance(t, Statistic):
+        known += [t.options.dense, t.others]
+    for m in getattr(t, "members", ()) or (t,):
+        d, reduction = m.drawing, getattr(m, "reduction", None)
+        known += [reduction, d and (d.count, d.sample, d.peel and d.peel.columns)]
+    return f"{described(t)} {described(known)}"
 
 
 def twice(t: Statistic) -> str:
     """The reason why the loader has to be gone through more than once; empty if it has not."""
     times = "twice" if t.sweeps == 2 else f"{t.sweeps} times"
     return "" if t.sweeps == 1 else f"{t.name} looks at all samples {times}"
+
+
+@dataclass(frozen=True, repr=False)
+class StreamedProduct(OverBatches):
+    """A function `(params, v, loader) -> tree like params`, the sum of a product over batches, and over processes."""
+
+    @property
+    def vector(self) -> str:  # pyright: ignore[reportIncompatibleVariableOverride]
+        return self.t.vector
+
+    @property
+    def lead(self) -> int:
+        return self.t.lead
+
+    def names(self, count: int) -> Any:
+        return self.part.names(["params", self.vector], self.t.names(count), count)
+
+    def names_of_f(self, count: int) -> Any:
+        """Names of so many arguments that are all but the vector."""
+        return self.part.names(["params"], self.t.names_of_f(count), count)
+
+    def linearize(self, *args: Any, **kwargs: Any) -> Any:
+        """The product at some parameters and data, `(params, loader) -> (v -> product)`, of the same draws for all v.
+
+        The loader is gone through for each v. With `has_aux`, the pair of that function and of an empty list, as there
+        was no batch yet. Of several processes, all have to call it, and what it returns, with the same vectors in the
+        same order.
+        """
+        return self.run(self._linearized, self.names_of_f, args, kwargs, ".linearize")
+
+    def compute(self, args: tuple, kwargs: dict[str, Any], names: Any) -> tuple[Any, Any]:
+        said = options_of(self.t)
+        identity = partial(identity_of, {"the product": said}, kwargs, {"params": args[0], self.vector: args[1]})
+        course, space = self._begun(args, (*PARAMETERS, self.vector), names, identity)
+        leaves = space.leaves(args[1], self.vector, self.lead)
+        with course:
+            found, aux = self._along(course, kwargs, leaves, self.lead).done()
+            found = space.tree(parts(tree.tensors((found,)), tree.tensors(args[:1]), self.lead))
+        return found, self.part.aux(aux)
+
+    def _linearized(self, args: tuple, kwargs: dict[str, Any], names: Any) -> tuple[Any, Any]:
+        if self.part.file is not None:
+            raise ArgumentError(
+                f"checkpoint={str(self.part.file.path)!r} belongs to one product, but a linearisation gives many: a "
+                "call that starts again starts with its first vector, which may not be that of the file. Leave "
+                "checkpoint out, or compute each product in a call with a file of its own: "
+                "streamed(t, checkpoint=file)(params, v, loader)."
+            )
+        course, space = self._begun(args, PARAMETERS, names, again="it is gone through for every vector")
+        shown, known = f"{self!r}.linearize({', '.join(names)})", list[int]()
+
+        def at(vectors: list[torch.Tensor], lead: int) -> list[torch.Tensor]:
+            work = self._along(course, kwargs, vectors, lead, *known)
+            found, _ = work.done()
+            known[:] = [work.n]
+            return parts(tree.tensors((found,)), tree.tensors(args[:1]), lead)
+
+        return Linearised(shown, at, space, space, self.vector, self.lead, (args, kwargs)), []
+
+    def _begun(
+        self,
+        args: tuple,
+        own: tuple[str, ...],
+        names: Any,
+        identity: Callable[[], dict[str, str]] = dict,
+        again: str = "",
+    ) -> tuple[Course, OfAll]:
+        """Facts before the first batch is seen, and the space of the vectors."""
+        alike = {"the product": f"{self.t!r} {self.t.degree}"}
+        course = self.part.begun(WithVector(self.t, [], 0), args, own, names, alike, identity, again)
+        return course, OfAll(**vars(space_of(args[:1], names)), processes=course.processes)
+
+    def _along(
+        self, course: Course, kwargs: dict[str, Any], vectors: list[torch.Tensor], lead: int, *known: int
+    ) -> VisitWork:
+        """Work that adds up the products of all batches with a vector, or with several."""
+        t = WithVector(self.t, vectors, lead)
+        return VisitWork(t, kwargs, course, self.plans, self.part.reduction, *known)
+
+
+def distributed(t: Any, group: Any = None, *, each: Literal["local", "gather"] = "local") -> Any:
+    """Compute a statistic or a product for the samples of all processes, in each process.
+
+        t(params, *(torch.cat(parts) for parts in zip(*batches)))      # batches: those of all processes, in their order
+
+    Start the processes with torch (`torchrun --nproc-per-node=2 script.py`, and in the script
+    `torch.distributed.init_process_group()`). All call it with the same parameters, which may be sharded (DTensors, as
+    of `functional` of a module under `fully_shard`). Each computes the sums of its own samples; these are added up
+    (variances by the formula of Chan, Golub and LeVeque), and all processes get the same result. Without an initialised
+    group, it works for this process alone: a script gives the same numbers with torchrun and without.
+
+    The scale is that of all samples, by the rules of `streamed`: `[N]` losses are summed, and a loss that is passed
+    apart may be a sum or a mean over the samples.
+
+    Args:
+        t: a statistic of this library, also `chunked` (within each process), `reduced` (after the exchange) or of
+            several `together` (which share it); or a product, as `hvp(f)`; or one of these `streamed`,
+            `compiled`, or both.
+        group: a process group of torch.distributed; all processes if it is None. That of a DeviceMesh with one
+            dimension is `mesh.get_group()`.
+        each: "local": results with a sample axis (`batch_grad`, the norms of `clipped_grad`) are those of the samples
+            of this process; "gather": of all, in the order of the processes.
+
+    Returns:
+        A function `(params, *batch) -> result`, or `(params, loader) -> result` if t is streamed; of a product
+        `(params, v, ...) -> result`, whose `.linearize` gives `v -> product`. In some processes the batch may have no
+        samples, and loaders any number of batches. Aux is that of this process. The result cannot be differentiated. If
+        t is streamed to `out`, each process writes the rows of its own samples, starting with row 0. Of `gram` with
+        `others=`, the rows of the samples of this process `[n, M]`, or gathered `[N, M]`. If a parameter is a DTensor,
+        results with its shape are DTensors with the same placements; other results (K-factors, norms, traces, those
+        with a sample axis) are not sharded.
+
+    Raises:
+        ProcessError: another process has failed, or ended; with its message.
+        ArgumentError: as `streamed`; `gram` without `others=`; parameters, statistic or vectors that are not the same
+            in all processes; this process is not in the group; a checkpoint of another process, of another number of
+            them, or of another call than those of the others; `out=` of `streamed` with `each="gather"`; DTensors that
+            are a sum to come (`Partial`), or over other processes than those of the group.
+        ArgumentTypeError: t is neither statistic nor product; the group is of another type.
+
+    Example:
+        >>> import torch, invfunc
+        >>> f = lambda params, x: (x @ params).square()
+        >>> invfunc.distributed(invfunc.variance(f))(torch.ones(2), torch.tensor([[1.0, 0.0], [1.0, 1.0]]))
+        tensor([1., 4.])
+
+        In a script, which runs on one process or on many:
+
+            torch.distributed.init_process_group()  # started by torchrun --nproc-per-node=2 script.py
+            sampler = torch.utils.data.DistributedSampler(data, shuffle=False)  # repeats some: see below
+            loader = torch.utils.data.DataLoader(data, batch_size=32, sampler=sampler)
+            factors = invfunc.distributed(invfunc.streamed(invfunc.kfac(f, loss, generator=g)))(params, loader)
+
+        A DistributedSampler repeats samples until all processes have as many, which count twice then, or drops some
+        (`drop_last=True`). `torch.utils.data.Subset(data, range(rank, len(data), processes))` does neither.
+
+    Composes with: `streamed`, `chunked`, `together`, `reduced` inside; `explain`; `linear_operator`, `estimate_trace`,
+    `estimate_diagonal` around products, with the same seed in each process. Drawn columns come from the first process's
+    generator, and each sample draws by its position among those of all processes, as in `streamed`: they are the same
+    for any number of processes. For that, a loader is read once more, to count its samples.
+
+    Cost: that of t for the samples of this process. The sums of a result (without its sample axis, unless it is
+    gathered) travel between pairs of processes, in `2 log2 P` steps for P of them; the memory of the result once more.
+    The eigendecompositions of `ekfac` are divided among the processes. If a process fails, or Ctrl-C is pressed in it,
+    the others end with its message after their last batch.
+
+    With `checkpoint="file"` of `streamed`, each process has a file of its own, "file.0" the first. When one fails, the
+    others write theirs, too. If processes are killed (torchrun ends all if one ends), the last `every` seconds are
+    lost. All resume where they were, with the same number of processes and the same batches in each. No file is removed
+    before all have the result. If one process has lost its file, or was still in the first sweep of `ekfac`, those in
+    the second sweep begin it again.
+
+    DTensors are gathered before the first batch: during the call each process holds all parameters, and the sums over
+    its own samples. Its part of the result is sharded as the parameters are.
+
+    Source: Chan, Golub and LeVeque (1979) for variances; torch.distributed.
+    """
+    if each not in ("local", "gather"):
+        raise ArgumentError(f"distributed({describe(t)}, each={each!r}): it is one of 'local', 'gather'.")
+    if isinstance(t, Streamed) and t.out is not None and each != "local":
+        raise ArgumentError(
+            f"distributed({t!r}, each={each!r}): out= takes the rows of this process's samples, so that those of all "
+            "need not fit in memory. Leave each out, or leave out= away."
+        )
+    t, plans = opened(t)
+    alone = isinstance(t, (Streamed, StreamedProduct)) and t.part.alone
+    part = ProcessPart(None, getattr(t, "in_dims", 0), group=group)
+    if alone:
+        part = replace(t.part, group=group, alone=False)
+    if isinstance(t, Product) or (alone and isinstance(t, StreamedProduct)):
+        if each != "local":
+            raise ArgumentError(f"distributed({t!r}, each={each!r}): a product has no sample axis. Leave each out.")
+        return StreamedProduct(t, part, plans) if isinstance(t, Product) else replace(t, part=part)
+    check_adds_up("distributed", t)
+    pairs = isinstance(t, Tiled) or (isinstance(t, Statistic) and t.reduction.pairs and not t.members)
+    if pairs:
+        raise ArgumentError(
+            f"distributed({t!r}): it needs all pairs of samples, which no process has. Bring the samples to one "
+            "process, and compute streamed(gram(f)) there; or pass others=: then each process has its own rows."
+        )
+    if not isinstance(t, Statistic) and not (alone and isinstance(t, Streamed)):
+        kind = type(t).__name__
+        raise ArgumentTypeError(
+            f"distributed({describe(t)}): it is of type {kind}, but has to be a statistic, or a product as `hvp(f)` "
+            "is, or one of them `streamed`."
+        )
+    statistic = t if isinstance(t, Statistic) else t.t
+    for m in statistic.members or (statistic,):
+        if why := not_by_batches(m, alone=not statistic.members):
+            raise ArgumentError(f"distributed({t!r}): {m.name} {why}.")
+    gather = each == "gather"
+    return Streamed(t, part, plans, gather) if isinstance(t, Statistic) else replace(t, part=part, gather=gather)

@@ -14,16 +14,15 @@ from invfunc import tree
 from invfunc._extras import told_of_parts
 from invfunc._torch.functorch import storage_of
 from invfunc.arguments.problem import InDims, batch_dims
-from invfunc.data_sets.visits import check_own
+from invfunc.data_sets.visits import check_like, check_own
 from invfunc.errors import ArgumentError, ArgumentTypeError, RandomnessError
 from invfunc.evaluation.batches import Batches, Feed, batches_of, check_loader, first, no_samples, size_of, unscaled
 from invfunc.evaluation.engine import Engine
 from invfunc.evaluation.kinds import Drew
 from invfunc.evaluation.processes import fingerprint
+from invfunc.plan import Explanation
 from invfunc.reductions import Reduction
-from invfunc.reductions.kept_shares import KeptShares, RowsWithKept, SampleShares
-from invfunc.reductions.squares import InnerProducts
-from invfunc.report import Explanation
+from invfunc.reductions.columns import InnerProducts, KeptShares, RowsWithKept, SampleShares
 from invfunc.statistic import Statistic
 from invfunc.transform import Transform
 
@@ -258,14 +257,8 @@ def _made(found: Any, n: int, m: int, out: Any) -> Any:
     whole = tree.map_tensors(one, found)
     if out is None:
         return whole
-    given, wanted = tree.named_leaves(out), tree.named_leaves(whole)
-    if [path for path, _ in given] != [path for path, _ in wanted]:
-        raise ArgumentError(
-            f"out has other parts than the result, which are {', '.join(f'out{path}' for path, _ in wanted)}."
-        )
-    for (path, x), (_, y) in zip(given, wanted, strict=True):
-        if x.shape != y.shape or x.dtype != y.dtype:
-            raise ArgumentError(f"out{path} is {x.dtype} {tuple(x.shape)}, but has to be {y.dtype} {tuple(y.shape)}.")
+    given, wanted = ([(f"out{path}", x, -1) for path, x in tree.named_leaves(t)] for t in (out, whole))
+    check_like(given, wanted)
     return out
 
 

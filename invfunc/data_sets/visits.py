@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+import time
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any, TypeVar
 
@@ -18,32 +19,32 @@ from invfunc.errors import ArgumentError, ArgumentTypeError
 from invfunc.evaluation.batches import (
     GIVES_BATCHES,
     Batches,
+    Checkpoint,
     Feed,
+    Record,
     batches_of,
+    check_loadable,
     check_loader,
     check_not_transforming,
     counted,
     no_samples,
     samples_of,
 )
-from invfunc.evaluation.checkpoint import Checkpoint, Course, Record, check_loadable
-from invfunc.evaluation.engine import Engine
-from invfunc.evaluation.kinds import Drew
-from invfunc.evaluation.processes import ALONE, Processes, described, named, same, whole
-from invfunc.evaluation.sweep import Sweep, check_number, dealt, one_scale
-from invfunc.evaluation.weights import BatchWeights
+from invfunc.evaluation.engine import Engine, JointFold
+from invfunc.evaluation.kinds import BatchWeights, Drew
+from invfunc.evaluation.processes import ALONE, Processes, described, fingerprint, named, same, whole
 from invfunc.loss.drawn import key_of
 from invfunc.products.product import space_of
-from invfunc.reductions import Reduction
-from invfunc.reductions.kept_shares import KeptShares, RowsWithKept
-from invfunc.reductions.quantity import Quantity
+from invfunc.reductions import Found, Reduction, States
+from invfunc.reductions.columns import KeptShares, RowsWithKept
+from invfunc.reductions.reduction import Accumulator, Quantity
 from invfunc.statistic import Statistic
 from invfunc.transform import own_memory
 
 T = TypeVar("T")
 PARAMETERS = ("the parameters",)
-Evaluated = Callable[[Any, Sweep, tuple, dict[str, Any], Engine], Any]
-"""Evaluates a statistic of a batch in a sweep, so that it is kept; aux."""
+Evaluated = Callable[[Any, "VisitWork", tuple, dict[str, Any], Engine], Any]
+"""Evaluates a statistic of a batch in a phase of the work, so that it is kept; aux."""
 
 
 @dataclass(frozen=True)
@@ -69,6 +70,10 @@ class ProcessPart:
         """Names of so many arguments, of which a loader comes behind the first ones."""
         return own if self.feed is None else [*first, "loader"][:count]
 
+    def aux(self, each: list[Any]) -> Any:
+        """The aux of a call, of those of its batches."""
+        return each if self.feed is not None else each[0] if each else None
+
     def processes(self) -> Processes:
         """The processes that have a part in the result."""
         return ALONE if self.alone else Processes.of(self.group)
@@ -91,8 +96,8 @@ class ProcessPart:
         identity: Callable[[], dict[str, str]] = dict,
         again: str = "",
         check: Callable[[int, Any], None] | None = None,
-    ) -> Begun:
-        """Facts about all processes before the first batch of a statistic is seen.
+    ) -> Course:
+        """The course of this process, before the first batch of a statistic is seen.
 
         The arguments have their `own` names in front of the batch, of which the first are the parameters. What is
         `alike` has to be the same in all processes, and `identity` in a checkpoint, too. Batches are seen twice for the
@@ -101,120 +106,200 @@ class ProcessPart:
         processes, scale = self.processes(), {} if self.reduction is None else {"reduction": self.reduction}
         keys = [key_of(d.generator) for d in dict.fromkeys(t.drawings)]
         counts = bool(keys) and not self.alone
+        file = self.file if self.file is None or self.alone else self.file.of_process(processes.rank)
 
-        def looked() -> tuple[tuple[Any, Course], tuple[dict[str, str], Any, int]]:
+        def looked() -> tuple[tuple[Any, Record], tuple[dict[str, str], Any, int]]:
             check_not_transforming()
             space_of(args, names)
             drawn = "each sample draws by how many came before, so that they are counted first" if counts else ""
             loader = [args[len(own) :]] if self.feed is None else self.loader(args, own, again or drawn)
             if check is not None:
                 check(counted(loader, self.in_dims), args[0])
-            course = self._course(processes, args[0], keys, lambda: {**scale, **identity()})
+            record = Record({}, keys)
+            if file is not None:
+                place = {} if self.alone else {"the process": f"{processes.rank} of {processes.size}"}
+                record = file.record({**place, **scale, **identity()}, keys, (self.feed or Feed()).goal(args[0]))
             said = {**alike, **scale, **named("params", args[0])} if processes.size > 1 else {}
-            return (loader, course), (said, course.record.head, samples_of(loader, self.in_dims) if counts else 0)
+            return (loader, record), (said, record.head, samples_of(loader, self.in_dims) if counts else 0)
 
-        (loader, course), each = processes.told("arguments", looked)
+        (loader, record), each = processes.told("arguments", looked)
         same([alike for alike, _, _ in each])
-        course.record = course.record.agreed([head for _, head, _ in each])
+        record = record.agreed([head for _, head, _ in each])
         params = args[0] if self.alone else whole(processes, "params", args[0])
         numbers = [n for _, _, n in each]
         empty, before = list[tuple](), sum(numbers[: processes.rank])
         batches = batches_of(loader, params, self.in_dims, self.feed, empty)
-        return Begun(processes, params, batches, course, empty, before, sum(numbers) if counts else None)
-
-    def _course(
-        self, processes: Processes, params: Any, keys: list[int], identity: Callable[[], dict[str, str]]
-    ) -> Course:
-        """The course of this process, which draws by these keys unless it goes on; of several, each has its file."""
-        if self.file is None:
-            return Course(Record({}, keys))
-        file, place = self.file, {}
-        if not self.alone:
-            file, place = file.of_process(processes.rank), {"the process": f"{processes.rank} of {processes.size}"}
-        return Course(file.record({**place, **identity()}, keys, (self.feed or Feed()).goal(params)), file)
+        return Course(processes, params, batches, record, file, empty, before, sum(numbers) if counts else None)
 
 
-@dataclass(frozen=True)
-class Begun:
-    """Facts about all processes before the first batch is seen."""
+@dataclass
+class Course:
+    """The way through the batches of this process that are not done; with a file, what they have brought is there when
+    it is left too early."""
 
     processes: Processes
     params: Any
     batches: Batches
-    """The batches of this process."""
-    course: Course
-    """The course from where all go on, with keys of drawn columns that are the same in all."""
+    record: Record
+    """The record from which all go on, with keys of drawn columns that are the same in all."""
+    file: Any
     empty: list[tuple]
     """The arguments of a batch without samples, if there was one."""
     before: int
     """Number of samples of the processes before, where columns are drawn."""
     counted: int | None
     """Number of samples of all, where columns are drawn."""
+    new: bool = False
+    """Tells whether the record is newer than the file, which was `written` then."""
+    written: float = field(default_factory=time.monotonic)
 
     def told(self, at: str, step: Callable[[], T]) -> T:
         """The result of a step; where there are files, which are needed until all have done it, all do or none."""
-        if not self.course.keeps:
-            return step()
-        return self.processes.told(at, lambda: (step(), None))[0]
+        return step() if self.file is None else self.processes.told(at, lambda: (step(), None))[0]
+
+    def through(self, work: VisitWork) -> None:
+        """Have the batches seen, for the phase that the work is in."""
+        if self.file is None:
+            self.batches(work.visit, enumerate)
+            return
+        if work.phase > self.record.phase:
+            self._note(work, phase=work.phase, done=0, n=0)
+        self.batches(lambda args, n: work.visit(args, self.record.n), partial(self._remaining, work))
+
+    def __enter__(self) -> Course:
+        return self
+
+    def __exit__(self, kind: Any, *_: Any) -> None:
+        if self.file is not None and kind is None:
+            self.file.remove()
+        elif self.new:
+            self._write()
+
+    def _remaining(self, work: VisitWork, batches: Iterable[Any]) -> Iterator[tuple[int, Any]]:
+        """The batches that are not done, with their numbers."""
+        number, prints = -1, self.record.prints
+        for number, batch in enumerate(batches):
+            mark = fingerprint(batch)
+            if number < len(prints) and prints[number] != mark:
+                raise self.file.refused(
+                    f"is of a loader whose batch {number} was another one (one that shuffles has to give its batches "
+                    "in the same order again)"
+                )
+            if number >= self.record.done:
+                yield number, batch
+                prints += [mark] * (number == len(prints))
+                self._note(work, done=number + 1, n=work.n)
+        if number + 1 < len(prints):
+            raise self.file.refused(f"is of a loader with at least {len(prints)} batches, and not {number + 1}")
+
+    def _note(self, work: VisitWork, **what: Any) -> None:
+        self.record, self.new = replace(self.record, state=work.state(), **what), True
+        if time.monotonic() - self.written >= self.file.every:
+            self._write()
+
+    def _write(self) -> None:
+        self.file.write(self.record)
+        self.new, self.written = False, time.monotonic()
 
 
-def _evaluated(t: Any, sweep: Sweep, args: tuple, kwargs: dict[str, Any], engine: Engine) -> Any:
+def _evaluated(t: Any, work: VisitWork, args: tuple, kwargs: dict[str, Any], engine: Engine) -> Any:
     return engine.kept()
 
 
 class VisitWork:
-    """Joins what the batches bring to a statistic, or to a product with a vector."""
+    """Joins what the batches bring to a statistic, or to a product with a vector, in the fold of the last one.
+
+    What has to know something of all samples first, as the eigenvalues of `ekfac` their basis, is a phase of its own,
+    for which the batches come again.
+    """
 
     def __init__(
         self,
         t: Any,
         kwargs: dict[str, Any],
-        begun: Begun,
+        course: Course,
         plans: Evaluated | None = None,
         reduction: str | None = None,
         expected: int | None = None,
     ) -> None:
         """`plans` evaluate batches if there are some, `reduction` is the scale of a loss that is one number, and so
         many samples are `expected`, if that is known."""
-        self.t, self.kwargs, self.begun, self.evaluated = t, kwargs, begun, plans or _evaluated
-        self.aux, self.sweep = list[Any](), Sweep()
-        self.sweep.weights = BatchWeights(reduction)
-        self.sweep.expected = begun.counted if expected is None else expected
-        self.keys = dict(zip(dict.fromkeys(t.drawings), begun.course.record.keys, strict=True))
+        self.t, self.kwargs, self.course, self.evaluated = t, kwargs, course, plans or _evaluated
+        self.phase, self.weights, self.aux = 0, BatchWeights(reduction), list[Any]()
+        self.engine: Engine | None = None
+        """Engine of the last batch; nothing else of the others is in memory but what is kept of them."""
+        self.told: list[Accumulator] = []
+        """The accumulators of the phase before, and what was `refused` there."""
+        self.refused: dict[str, str] = {}
+        self.expected = course.counted if expected is None else expected
+        self.keys = dict(zip(dict.fromkeys(t.drawings), course.record.keys, strict=True))
         self.looked = False
         """Tells whether f was seen to give samples the same beside fewer ones."""
         self.with_others: Statistic | None = None
         """The statistic with the per-sample gradients of its other batch, once they are known."""
 
     @property
-    def phase(self) -> int:
-        return self.sweep.phase
+    def n(self) -> int:
+        """Number of samples that were seen in this phase."""
+        return 0 if self.engine is None else self.engine.fold.found.n
 
     @property
-    def seen(self) -> int:
-        return self.sweep.n
+    def by_column(self) -> tuple[Any, ...]:
+        """The outputs, and how many columns there are, where something is kept of each column."""
+        fold = None if self.engine is None else self.engine.fold
+        columns = [t.columns for t in fold.of_phase(self.phase) if t.reduction.by_column] if fold else []
+        if fold is None or not columns:
+            return ()
+        state = fold.state(self.phase)
+        return state["outputs"], state["structure"], columns
+
+    @property
+    def known(self) -> list[list[Any]]:
+        """Facts that are known of the phases before."""
+        return [[t.known for t in of_all.line] for of_all in self.told]
 
     def done(self, gather: bool = False) -> tuple[Any, Any]:
         """The results of all batches, and aux of each."""
-        begun = self.begun
-        begun.told("checkpoint", partial(begun.course.begin, self))
+        course = self.course
+        course.told("checkpoint", self.resume)
         self.share(gather)
         while self.phase + 1 < self.t.sweeps:
-            self.sweep, self.aux = Sweep(self.sweep, partial(dealt, begun.processes)), []
+            fold = self.joined()
+            self.phase, self.expected = self.phase + 1, self.n
+            fold.tell(self.phase, partial(dealt, course.processes))
+            self.told, self.refused, self.engine, self.aux = fold.accumulators, fold.found.refused, None, []
             self.share(gather)
-        return begun.told("result", self.results), self.aux
+        return course.told("result", self.results), self.aux
 
     def visit(self, args: tuple, n: int) -> int:
-        before = self.sweep.n
+        """See the next batch, behind n samples; how many it has."""
+        before, t = self.n, self._with_kept(self.t.keyed(self.keys, self.course.before + n), args)
+        self.aux.append(t.evaluating(args, self.kwargs, partial(self.add, t, args)))
+        return self.n - before
 
-        def add(engine: Engine) -> Any:
-            aux = self.sweep.add(engine, partial(self.evaluated, t, self.sweep, args, self.kwargs))
-            self.looked = self.looked or engine.check_joined()
-            return aux
+    def add(self, t: Any, args: tuple, engine: Engine) -> Any:
+        """Have the evaluation of a batch kept in the fold; aux."""
+        before = None if self.engine is None else self.engine.fold.state(self.phase)
+        known = self.by_column
+        fold = self.enter(engine)
+        aux = self.evaluated(t, self, args, self.kwargs, engine)
+        self._scale(fold, self.weights.of_batch(engine.loss_part, engine.problem.n, engine.scalar))
+        if before is not None:
+            if known != self.by_column:
+                raise other_outputs(known, "the batches before", self.by_column, "this one")
+            fold.behind(self.phase, before)
+        self.looked = self.looked or engine.check_joined()
+        return aux
 
-        t = self._with_kept(self.t.keyed(self.keys, self.begun.before + n), args)
-        self.aux.append(t.evaluating(args, self.kwargs, add))
-        return self.sweep.n - before
+    def enter(self, engine: Engine) -> JointFold:
+        """Put an evaluation in the place of that of the last batch; its fold."""
+        self.engine, fold = engine, engine.fold
+        fold.phase = self.phase
+        if self.phase:
+            pairs = zip(fold.accumulators, self.told, strict=True)
+            fold.accumulators = [own.behind(earlier, self.phase) for own, earlier in pairs]
+            fold.found = replace(fold.found, refused=self.refused)
+        return fold
 
     def _with_kept(self, t: Any, args: tuple) -> Any:
         """The statistic of a batch, in which the per-sample gradients of another batch are kept from the first one on.
@@ -229,44 +314,164 @@ class VisitWork:
                 self.with_others = meeting(t, args, self.kwargs)
         return self.with_others
 
-    def share(self, gather: bool) -> None:
-        """Go through the batches for a phase, and have what they have brought joined with what those of others have."""
-        run = partial(self.begun.course.through, self.begun.batches)
-        if self.begun.processes.size == 1:
-            run()
-        else:
-            self.sweep.share(self.begun.processes, run, gather, self.without_samples)
-
     def without_samples(self) -> Engine:
         """The evaluation of no samples."""
-        return self.t.keyed(self.keys, 0).without_samples(self.begun.params)
+        return self.t.keyed(self.keys, 0).without_samples(self.course.params)
+
+    def _scale(self, fold: JointFold, by: float) -> None:
+        for t in () if by == 1 else fold.of_phase(self.phase):
+            t.scaled(by)
+
+    def share(self, gather: bool) -> None:
+        """Go through the batches for a phase, and keep what all processes do.
+
+        `gather` says that results with a sample axis are those of all samples, too.
+        """
+        processes, run = self.course.processes, self.course.through
+        if processes.size == 1:
+            run(self)
+            return
+        _, each = processes.told("samples", lambda: (run(self), (self.n, self.weights.seen, self.by_column)))
+        first = next((rank for rank, (n, *_) in enumerate(each) if n), None)
+        if first is None:
+            raise no_samples()
+        for rank, (n, _, columns) in enumerate(each):
+            if n and columns != each[first][2]:
+                raise other_outputs(each[first][2], f"process {first}", columns, f"process {rank}")
+        one_scale(self.weights, processes, [mean for _, mean, _ in each])
+        fold, k = self.enter(self.without_samples()) if self.engine is None else self.engine.fold, self.phase
+        here, own = [t.reduction.each and not gather for t in fold.keeping(k)], self.n
+        mine = [dict(t.states) for t in fold.keeping(k)]
+        state, leaves = fold.state(k), fold.problem.leaves
+        state["kept"] = [({} if at else states, n) for (states, n), at in zip(state["kept"], here, strict=True)]
+        fold.keep(k, processes.merged(state, partial(_in_order, fold, k), leaves[0].device))
+        for t, at, states in zip(fold.keeping(k), here, mine, strict=True):
+            if at:  # those of this process, of all parameters
+                places = enumerate(t.of(leaves))
+                t.states = {i: states.get(i) or t.reduction.init(leaf, own, t.columns) for i, leaf in places}
+
+    def joined(self) -> JointFold:
+        """The fold of all batches, with the loss of all."""
+        if self.engine is None:
+            raise no_samples()
+        check_number(self.n, self.expected)
+        if self.weights.mean:
+            self._scale(self.engine.fold, 1 / self.n)
+        return self.engine.fold
 
     def results(self) -> Any:
-        if self.sweep.engine is None and self.begun.empty and isinstance(self.t, Statistic):  # zeros, or why not
-            (args,), t = self.begun.empty, self.t
+        if self.engine is None and self.course.empty and isinstance(self.t, Statistic):  # zeros, or why not
+            (args,), t = self.course.empty, self.t
             found, aux = t.compute(args, self.kwargs, t.names(len(args)))
             self.aux.append(aux)
             return found
-        results = self.sweep.results()
+        results = self.joined().finished()
         return tuple(results) if self.t.members else results[0]
 
     # In a checkpoint
 
     def state(self) -> dict[str, Any]:
-        weights = self.sweep.weights.saved()
+        """All that it has kept and was told, in dicts, tensors and numbers; under `known` that of the phases before."""
+        fold = None if self.engine is None else self.engine.fold
+        joined = None if fold is None else {**fold.state(self.phase), "kept": []}
+        weights = self.weights.saved()
         if self.t.has_aux:
             check_loadable("aux", self.aux[-1:])
-        state = {"sweep": self.sweep.state(), "weights": weights, "aux": self.aux[:], "known": self.sweep.known}
         if len(self.aux) == 1:
-            check_loadable("the tree of the outputs", state["sweep"]["fold"])
+            check_loadable("the tree of the outputs", joined)
             check_loadable("the first batch's outputs and target", weights)
-        return state
+        found = {"phase": self.phase, "expected": self.expected, "refused": dict(self.refused), "known": self.known}
+        kept = [t.saved() for t in (self.told if fold is None else fold.accumulators)]
+        return {**found, "accumulators": kept, "fold": joined, "weights": weights, "aux": self.aux[:]}
 
-    def resume(self, state: dict[str, Any]) -> None:
-        self.aux, weights = state["aux"], self.sweep.weights
-        self.sweep = Sweep.resumed(state["sweep"], self.without_samples())
-        self.sweep.weights = weights
-        weights.restore(state["weights"], self.t.loss)
+    def resume(self) -> None:
+        """Go on from where a call before ended, if there was one."""
+        if (state := self.course.record.state) is None:
+            return
+        self.phase, self.expected, self.refused = state["phase"], state["expected"], state["refused"]
+        self.aux, engine = state["aux"], self.without_samples()
+        self.weights.restore(state["weights"], self.t.loss)
+        self.told = engine.fold.accumulators
+        for t, kept in zip(self.told, state["accumulators"], strict=True):
+            t.restore(kept)
+        if state["fold"] is not None:
+            fold = self.enter(engine)
+            fold.keep(self.phase, {**state["fold"], "kept": fold.state(self.phase)["kept"]})
+
+
+def _in_order(fold: JointFold, k: int, first: dict[str, Any], second: dict[str, Any]) -> dict[str, Any]:
+    """The state that two processes have brought, joined in a fold."""
+    if not (first["n"] and second["n"]):
+        return first if first["n"] else second
+    fold.keep(k, second)
+    fold.behind(k, first)
+    return fold.state(k)
+
+
+def check_number(n: int, expected: int | None) -> None:
+    """Check that a loader gives as many samples as the time before."""
+    if expected not in (None, n):
+        raise ArgumentError(
+            f"the loader gave {n} samples the second time, and {expected} the first time; this call reads the loader "
+            "twice, and needs the same samples both times."
+        )
+
+
+def other_outputs(known: tuple[Any, ...], there: str, own: tuple[Any, ...], here: str) -> ArgumentError:
+    """The error where results with an axis of the outputs would be joined that are of other outputs."""
+    (a, m), (b, n) = (
+        (tree.unflatten([*shapes], tree.flatten(places)[1]), sum(columns)) for shapes, places, columns in (known, own)
+    )
+    return ArgumentError(
+        f"the outputs of one sample have shapes {a} in {there}, {m} numbers in all, and {b} in {here}, {n} numbers. "
+        "Results with an axis of the outputs are joined, so that their outputs have to be the same, in the same order."
+    )
+
+
+def dealt(processes: Processes, reduction: Reduction, states: States, found: Found) -> Any:
+    """Facts learned of a phase, whose parameters are dealt out to the processes."""
+    if processes.size == 1:
+        return reduction.learned(states, found)
+    places = sorted(states, key=lambda i: sum(x.numel() for x in tree.tensors((states[i],))), reverse=True)
+    device = next((x.device for x in tree.tensors((states,))), torch.device("cpu"))
+
+    def learned() -> tuple[Any, None]:
+        return reduction.learned({i: states[i] for i in places[processes.rank :: processes.size]}, found), None
+
+    own, _ = processes.told("parameters", learned)
+    together, refused = processes.merged(
+        (own, dict(found.refused)), lambda a, b: ({**a[0], **b[0]}, {**a[1], **b[1]}), device
+    )
+    found.refused.update(refused)
+    return together
+
+
+def one_scale(known: BatchWeights, processes: Processes, each: Sequence[bool | None]) -> None:
+    """Check that the losses of all processes are sums, or all means, beside a batch of the first one that has any.
+
+    `each` says of every process whether its loss is a mean; None if it has not seen that.
+    """
+    first, own = next((rank for rank, mean in enumerate(each) if mean is not None), None), known.first
+    if first is None or processes.size == 1:
+        return
+    for rank, mean in enumerate(each):
+        if mean not in (None, each[first]):
+            kinds = ("a mean", "a sum") if each[first] else ("a sum", "a mean")
+            raise ArgumentError(f"the loss is {kinds[0]} in process {first}, and {kinds[1]} in process {rank}.")
+    travels = None if own is None else (own.outputs, own.target, own.n)
+    device = next((x.device for x in tree.tensors((travels,))), torch.device("cpu"))
+    found = processes.merged(travels, lambda a, b: b if a is None else a, device)
+
+    def looked() -> tuple[None, None]:
+        if own is not None and found is not None:
+            outputs, target, n = found
+            weights = BatchWeights()
+            weights.of(replace(own, outputs=outputs, target=own.target if own.dim is None else target, n=n))
+            weights.of(own)
+        return None, None
+
+    processes.told("scale", looked)
+    known.mean = bool(each[first])
 
 
 def identity_of(said: dict[str, str], kwargs: dict[str, Any], given: dict[str, Any]) -> dict[str, str]:
@@ -286,39 +491,38 @@ class RowByRow(VisitWork):
 
     def __init__(self, rows: Rows, *given: Any) -> None:
         super().__init__(*given)
-        self.rows, self.n, self.of_all = rows, 0, 0
+        self.rows, self.written, self.of_all = rows, 0, 0
         """Numbers of samples of this process, and of all."""
 
     def visit(self, args: tuple, n: int) -> int:
-        weights, self.sweep = self.sweep.weights, Sweep()
-        self.sweep.weights = weights
+        self.engine = None
         own = super().visit(args, n)
-        assert self.sweep.engine is not None
-        found = self.sweep.engine.finished()
+        assert self.engine is not None
+        found = self.engine.finished()
         if self.rows.calls:
-            if weights.mean:
+            if self.weights.mean:
                 raise ArgumentError(
                     "the loss is a mean, whose N is known after the last batch, but out is a function that is called "
                     "after each. Return the [N] losses or their sum, and divide; or pass tensors as out."
                 )
             found = own_memory(found, (args, self.kwargs))
-        self.rows.put(found, self.n, own)
-        self.n += own
+        self.rows.put(found, self.written, own)
+        self.written += own
         return own
 
     def share(self, gather: bool) -> None:
-        weights, processes, run = self.sweep.weights, self.begun.processes, self.begun.course.through
-        _, each = processes.told("samples", lambda: (run(self.begun.batches), (self.n, weights.seen)))
+        processes, run = self.course.processes, self.course.through
+        _, each = processes.told("samples", lambda: (run(self), (self.written, self.weights.seen)))
         self.of_all = sum(n for n, _ in each)
-        one_scale(weights, processes, [mean for _, mean in each])
+        one_scale(self.weights, processes, [mean for _, mean in each])
 
     def results(self) -> Any:
         if not self.of_all:
             raise no_samples()
-        check_number(self.of_all, self.begun.counted)
-        if self.sweep.weights.mean:
-            self.rows.scaled(self.n, 1 / self.of_all)
-        return self.rows.result(self.n)
+        check_number(self.of_all, self.course.counted)
+        if self.weights.mean:
+            self.rows.scaled(self.written, 1 / self.of_all)
+        return self.rows.result(self.written)
 
 
 def meeting(t: Statistic, args: tuple, kwargs: dict[str, Any]) -> Statistic:
@@ -370,14 +574,8 @@ class Rows:
             self.out(start, rows)
             return
         given, found = list(self._parts(self.out)), list(self._parts(rows))
-        if [name for name, _, _ in given] != [name for name, _, _ in found]:
-            wanted = ", ".join(name for name, _, _ in found)
-            raise ArgumentError(f"out has other parts than the result, which are {wanted}.")
-        for (name, x, axis), (_, y, _) in zip(given, found, strict=True):
-            fits = x.ndim == y.ndim and x.shape[:axis] == y.shape[:axis] and x.shape[axis + 1 :] == y.shape[axis + 1 :]
-            if not fits or x.dtype != y.dtype:
-                sizes = ", ".join("N" if d == axis else str(size) for d, size in enumerate(y.shape))
-                raise ArgumentError(f"{name} is {x.dtype} {tuple(x.shape)}, but has to be {y.dtype} ({sizes}).")
+        check_like(given, found)
+        for name, x, axis in given:
             if x.shape[axis] < start + n:
                 raise ArgumentError(f"{name} has room for {x.shape[axis]} samples, but there are at least {start + n}.")
         for (_, x, axis), (_, y, _) in zip(given, found, strict=True):
@@ -413,6 +611,18 @@ class Rows:
         for k, (q, one) in enumerate(zip(self.quantities, self._outs(out), strict=True)):
             for path, x in tree.named_leaves(one):
                 yield f"out[{k}]{path}" if self.several else f"out{path}", x, q.reduction.each[0]
+
+
+def check_like(out: Sequence[Rooms], wanted: Sequence[Rooms]) -> None:
+    """Check that tensors have the names, sizes and dtypes of others, up to the axis that counts the samples."""
+    if [name for name, _, _ in out] != [name for name, _, _ in wanted]:
+        names = ", ".join(name for name, _, _ in wanted)
+        raise ArgumentError(f"out has other parts than the result, which are {names}.")
+    for (name, x, axis), (_, y, _) in zip(out, wanted, strict=True):
+        pairs = zip(x.shape, y.shape, strict=False)
+        if x.ndim != y.ndim or x.dtype != y.dtype or any(a != b and d != axis for d, (a, b) in enumerate(pairs)):
+            sizes = ", ".join("N" if d == axis else str(size) for d, size in enumerate(y.shape))
+            raise ArgumentError(f"{name} is {x.dtype} {tuple(x.shape)}, but has to be {y.dtype} ({sizes}).")
 
 
 def check_own(name: str, x: Any, taken: set[int]) -> None:

@@ -1,11 +1,15 @@
-"""Batches that come one after the other: what is checked of a loader, and how it is gone through."""
+"""Batches that come one after the other: what is checked of a loader, how it is gone through, and checkpoints."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping
-from dataclasses import dataclass
+import os
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from io import BytesIO
 from operator import length_hint
-from typing import Any
+from pathlib import Path
+from typing import Any, NamedTuple
+from uuid import uuid4
 
 import torch
 
@@ -14,6 +18,10 @@ from invfunc._extras import told_of_parts
 from invfunc._torch.functorch import transforming, version
 from invfunc.arguments.problem import InDims, batch_dims
 from invfunc.errors import ArgumentError, ArgumentTypeError
+from invfunc.evaluation.processes import fingerprint
+from invfunc.kronecker.matrix import Joint, Kronecker, Origin
+from invfunc.kronecker.places import Place
+from invfunc.reductions.factors import Factors, ParameterFactors, Sided
 
 Visit = Callable[[tuple, int], int]
 """Sees the arguments of a batch behind so many samples; returns how many there are in it."""
@@ -94,7 +102,10 @@ def batches_of(
 
     def check() -> None:
         if _written(params) != known:
-            raise written_meanwhile()
+            raise ArgumentError(
+                "the parameters were written in place while the loader was read (an optimizer?), but all samples need "
+                "the same ones. Pass copies: {name: p.clone() for name, p in params.items()}."
+            )
 
     def batches(visit: Visit, numbered: Numbered) -> int:
         check_loader(loader)
@@ -146,21 +157,6 @@ def first(loader: Any, params: Any, in_dims: InDims, feed: Feed) -> tuple[tuple,
 
 def no_samples() -> ArgumentError:
     return ArgumentError("the loader gave no samples: it is empty, or a generator that was used up before.")
-
-
-def written_meanwhile() -> ArgumentError:
-    return ArgumentError(
-        "the parameters were written in place while the loader was read (an optimizer?), but all samples need the same "
-        "ones. Pass copies: {name: p.clone() for name, p in params.items()}."
-    )
-
-
-def not_scalar(reduction: str) -> ArgumentError:
-    """The error for losses of the samples, of which nothing has to be said."""
-    return ArgumentError(
-        f"reduction={reduction!r} is for a loss that is one number for its batch, but f returned the losses of the "
-        "samples. Leave reduction out."
-    )
 
 
 def unscaled(n: int) -> ArgumentError:
@@ -219,3 +215,149 @@ def _sizes(args: tuple, in_dims: InDims) -> set[Any]:
         if dim is not None
         for x in tree.tensors((args[i],))
     }
+
+
+_SAFE = [Factors, Joint, ParameterFactors, Kronecker, Origin, Place, Sided]
+"""Types that reductions keep beside tensors, numbers and names."""
+_FORMAT = "invfunc.streamed 6"
+
+
+class Head(NamedTuple):
+    """Facts about a record that other processes have to know."""
+
+    mark: str
+    keys: list[int]
+    phase: int
+    known: int
+    """A fingerprint of what is known of the phases before, as eigenvectors."""
+    new: bool
+
+
+@dataclass(frozen=True)
+class Record:
+    """Record of a call: the batches that are done, and the state that they have brought."""
+
+    identity: dict[str, str]
+    """Descriptions that have to be the same for a call that goes on, by name."""
+    keys: list[int]
+    """Of drawn columns."""
+    mark: str = field(default_factory=lambda: uuid4().hex)
+    """The same in the files of all processes of a call."""
+    prints: list[int] = field(default_factory=list)
+    """The fingerprints of the batches that were done, in this sweep or the one before."""
+    phase: int = 0
+    """For which the batches come in this sweep."""
+    done: int = 0
+    """Number of batches that are done."""
+    n: int = 0
+    """Number of samples of these."""
+    state: dict[str, Any] | None = None
+    """State of the work; None if nothing was done."""
+
+    @property
+    def head(self) -> Head:
+        known = fingerprint(self.state["known"]) if self.state is not None and self.phase else 0
+        return Head(self.mark, self.keys, self.phase, known, self.state is None)
+
+    def agreed(self, each: Sequence[Head]) -> Record:
+        """Record from which this process goes on so that all do in one phase, with the same keys."""
+        first, *others = [head for head in each if not head.new] or each[:1]
+        phase = min(head.phase for head in each)
+        if any(head.mark != first.mark for head in others) or (phase and len({head.known for head in each}) > 1):
+            raise ArgumentError(
+                "the checkpoints of the processes are of different calls. Remove them to start again, or go on with "
+                "those of one call."
+            )
+        if self.phase > phase:  # another process has lost its file, or has not come as far
+            return Record(self.identity, first.keys, first.mark)
+        return replace(self, mark=first.mark, keys=first.keys)
+
+
+@dataclass(frozen=True)
+class Checkpoint:
+    """A file, and after how many seconds it is written anew."""
+
+    path: Path
+    every: float
+
+    @classmethod
+    def of(cls, path: Any, every: Any) -> Checkpoint | None:
+        if path is None:
+            if every != 60:
+                raise ArgumentError(f"streamed(t, every={every!r}): there is no file to write. Give checkpoint=, too.")
+            return None
+        if not isinstance(path, (str, os.PathLike)):
+            kind = type(path).__name__
+            raise ArgumentTypeError(f"streamed(t, checkpoint=...): it is of type {kind}, but has to be a file name.")
+        if not isinstance(every, (int, float)) or not every >= 0:
+            raise ArgumentError(f"streamed(t, every={every!r}): it has to be a number of seconds.")
+        return cls(Path(path), float(every))
+
+    def of_process(self, rank: int) -> Checkpoint:
+        """The file of one of several."""
+        return replace(self, path=self.path.with_name(f"{self.path.name}.{rank}"))
+
+    def record(self, identity: dict[str, str], keys: list[int], device: torch.device) -> Record:
+        """Record of a call before, if it was of the same; a new one, with these keys, if there is no file."""
+        if not self.path.exists():
+            if not os.access(self.path.parent, os.W_OK):
+                raise self.unwritten(f"this process may not write in the folder {str(self.path.parent)!r}")
+            return Record(identity, keys)
+        try:
+            known = torch.serialization.get_safe_globals()  # at its end the context takes away what it was given
+            with torch.serialization.safe_globals([kind for kind in _SAFE if kind not in known]):
+                found = torch.load(self.path, map_location=device)
+        except Exception as error:  # of what is no file of torch's, whatever its bytes lead to
+            raise self.refused(f"cannot be read ({type(error).__name__})") from None
+        if not isinstance(found, dict) or found.pop("format", None) != _FORMAT:
+            raise self.refused("is something else than a state of `streamed` of this version")
+        for name in {**found["identity"], **identity}:
+            was, now = (each.get(name, "none") for each in (found["identity"], identity))
+            if was != now:
+                raise self.refused(f"was written with another value of {name}: {was}, and not {now}")
+        return Record(**found)
+
+    @property
+    def part(self) -> Path:
+        """The next file, while it is written: a process that is killed leaves it, and the next call replaces it."""
+        return self.path.with_name(f"{self.path.name}.part")
+
+    def remove(self) -> None:
+        for path in (self.path, self.part):
+            path.unlink(missing_ok=True)
+
+    def unwritten(self, why: Any) -> ArgumentError:
+        return ArgumentError(
+            f"checkpoint={str(self.path)!r}: the file cannot be written: {why}. Make room for it, or give another one."
+        )
+
+    def refused(self, why: str) -> ArgumentError:
+        return ArgumentError(
+            f"checkpoint={str(self.path)!r}: the file {why}. Remove it to start again, or go on with its own call."
+        )
+
+    def write(self, record: Record) -> None:
+        """Replace the file at once, so that it is the old or the new one whatever happens meanwhile."""
+        try:
+            with self.part.open("wb") as file:
+                torch.save({"format": _FORMAT, **vars(record)}, file)
+                file.flush()
+                os.fsync(file.fileno())
+            self.part.replace(self.path)
+        except OSError as error:
+            raise self.unwritten(error) from error
+        finally:
+            self.part.unlink(missing_ok=True)
+
+
+def check_loadable(name: str, x: Any) -> None:
+    """Check that `torch.load` gives back what the caller's functions have made, with its default settings."""
+    file = BytesIO()
+    try:
+        torch.save(x, file)
+        file.seek(0)
+        torch.load(file)
+    except Exception:  # whatever objects of the caller's may raise
+        raise ArgumentError(
+            f"{name} is kept in the checkpoint, which takes tensors, numbers, texts and lists of them."
+        ) from None

@@ -22,10 +22,6 @@ T = TypeVar("T")
 M = TypeVar("M")
 
 
-class FailedMerge(str):
-    """The text of an error, in place of what a process would give."""
-
-
 @dataclass(frozen=True)
 class Processes:
     """A group of them, and which of them this one is; one alone, where there is no group."""
@@ -49,11 +45,6 @@ class Processes:
                 f"group is of type {kind}, but has to be a process group (of a DeviceMesh: mesh.get_group())."
             )
         return cls(group, dist.get_rank(group), dist.get_world_size(group))
-
-    @property
-    def ranks(self) -> list[int]:
-        """Their numbers among all that were started."""
-        return dist.get_process_group_ranks(self.group) if self.size > 1 else [dist.get_rank() if _started() else 0]
 
     def told(self, at: str, work: Callable[[], tuple[T, M]]) -> tuple[T, list[M]]:
         """Result of this process, and what each says of its own; where one fails, or is `at` another step, all do."""
@@ -98,8 +89,8 @@ class Processes:
                     found = self._taken(self.rank - step, device)
                 elif self.rank % (2 * step) == 0 and self.rank + step < self.size:
                     self._give(found, self.rank + step)
-        if isinstance(found, FailedMerge):
-            raise ProcessError(f"what the processes have kept cannot be joined: {found}")
+        if isinstance(found, ProcessError):
+            raise found
         return found
 
     def _give(self, x: Any, rank: int) -> None:
@@ -134,12 +125,12 @@ def _bytes(x: torch.Tensor) -> torch.Tensor:
 def _joined(join: Callable[[Any, Any], Any], first: Any, second: Any) -> Any:
     """Two trees joined, or why they cannot be: other processes wait for what comes of them."""
     for one in (first, second):
-        if isinstance(one, FailedMerge):
+        if isinstance(one, ProcessError):
             return one
     try:
         return join(first, second)
     except Exception as error:
-        return FailedMerge(shown(error))
+        return ProcessError(f"what the processes have kept cannot be joined: {shown(error)}")
 
 
 @contextmanager
@@ -269,7 +260,9 @@ def _meshes(name: str, x: Any) -> dict[str, Mesh]:
 
 def _check_meshes(processes: Processes, each: list[dict[str, Mesh]]) -> None:
     """Check that each process of the group is in one mesh, and no other process: all have to be there to gather."""
-    ranks = processes.ranks
+    ranks = [dist.get_rank() if _started() else 0]
+    if processes.size > 1:
+        ranks = dist.get_process_group_ranks(processes.group)
     for name in each[0]:
         meshes = dict.fromkeys(one[name] for one in each)
         if sorted(rank for _, mesh in meshes for rank in mesh) != sorted(ranks):

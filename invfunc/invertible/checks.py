@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 from invfunc import tree
-from invfunc._shown import axes, table
+from invfunc._extras import axes, table
 from invfunc._torch.precision import doubled
 from invfunc._torch.values import differentiable
 from invfunc.blocks.looks import precision_of, relative_error

@@ -28,7 +28,7 @@ from invfunc.invertible.checkpoint import Checkpointed, Step, opened
 from invfunc.pairs.exact import Optimiser
 from invfunc.pairs.found import Automatic
 from invfunc.pairs.pair import behind
-from invfunc.plans.operators import Operator, draws, written
+from invfunc.plans.recorder import Operator, draws, written
 
 
 def fits(steps: Sequence[Step]) -> bool:

@@ -8,13 +8,9 @@ default settings, once invfunc is imported.
 
 import torch
 
-from invfunc.kronecker.batches import ema, merge
-from invfunc.kronecker.matrix import Kronecker, Whole
-from invfunc.kronecker.origin import Joint, Origin
-from invfunc.kronecker.trees import eigen, log_evidence, logdet, solve
-from invfunc.linear_algebra.low_rank import LowRank
-from invfunc.statistics.kfoc import kfoc
-from invfunc.statistics.kfra import kfra
+from invfunc.kronecker.matrix import Joint, Kronecker, LowRank, Origin, Whole
+from invfunc.kronecker.trees import eigen, ema, log_evidence, logdet, merge, solve
+from invfunc.statistics.factors import kfoc, kfra
 
 torch.serialization.add_safe_globals([Joint, Kronecker, LowRank, Origin])  # they hold tensors, numbers and names only
 

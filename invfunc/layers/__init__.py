@@ -4,8 +4,7 @@ Of `float16` and `bfloat16` the inverses and the log-determinants are computed i
 float32. Autocast changes nothing: what it rounds off, no inverse gives back.
 """
 
-from invfunc.layers.channels import actnorm, batch_norm, leaky_relu
-from invfunc.layers.linear import conv1x1, linear, orthogonal_linear, patch_conv
+from invfunc.layers.channels import actnorm, batch_norm, conv1x1, leaky_relu, linear, orthogonal_linear, patch_conv
 from invfunc.layers.shapes import flatten, haar, identity, pad, pixel_shuffle, pixel_unshuffle, unflatten
 
 __all__ = [

@@ -25,18 +25,25 @@ from invfunc._torch.functorch import (
 from invfunc._torch.graphs import node_of, nodes_below, nodes_of
 from invfunc._torch.values import HALF, anywhere, check, checked_at_once, wide
 from invfunc.errors import ArgumentError, ConvexityError, SplitError, written
-from invfunc.loss.square_root import Affine, Columns, Elementwise, General, Gradient, OutputCotangents, Softmax
-from invfunc.operations.losses import reduction
-from invfunc.operations.naming import argument
-from invfunc.operations.operation import known
-from invfunc.operations.second_derivatives import TwiceDifferentiable
+from invfunc.loss.square_root import (
+    Affine,
+    Columns,
+    Elementwise,
+    FormedColumns,
+    General,
+    OutputCotangents,
+    Softmax,
+)
+from invfunc.operations.axis import back, exposed
+from invfunc.operations.forms import TwiceDifferentiable, reduction
+from invfunc.operations.operation import argument, known
 
 Scope = Any
 """A context that takes derivatives (`grad`) and gives values to the outside (`leave`)."""
 Output = Any
 """An output of the model: its `ordinal`, `value` and `axis`, and the `edge` and `node` of its own in the graph."""
 Term = Any
-"""A criterion of outputs: its `call`, `input` and `output`, and the `roots` of which it is."""
+"""The call of a criterion of outputs: its `input` and `output`, and the `roots` of which it is."""
 
 
 def pulled_back(
@@ -82,11 +89,11 @@ def once_only(error: RuntimeError, outputs: Sequence[Any]) -> Exception:
     )
 
 
-def gradient(scope: Scope, result: torch.Tensor, roots: list[Output], n: int) -> Gradient:
+def gradient(scope: Scope, result: torch.Tensor, roots: list[Output], n: int) -> FormedColumns:
     """The gradient of the result in the outputs."""
     found = scope.grad([result], [r.edge for r in roots], [torch.ones_like(result)], batched=False)
     values = zip(roots, found, strict=True)
-    return Gradient({r.ordinal: r.axis.expose(scope.leave(g), n) for r, g in values if g is not None})
+    return FormedColumns({r.ordinal: exposed(scope.leave(g), r.axis, n)[None] for r, g in values if g is not None})
 
 
 def hessian(
@@ -166,15 +173,15 @@ def columns(scope: Scope, term: Term, slope: torch.Tensor, roots: list[Output], 
         return made
 
     def pull(columns: torch.Tensor, part: slice) -> OutputCotangents:
-        found = scope.grad([term.input], [r.edge for r in roots], [term.axis.restore(columns, n, 1)])
+        found = scope.grad([term.input], [r.edge for r in roots], [back(columns, term.input.shape, term.axis, n)])
         pairs = zip(roots, found, strict=True)
-        return {r.ordinal: r.axis.expose(scope.leave(g), n, 1)[:, part] for r, g in pairs if g is not None}
+        return {r.ordinal: exposed(scope.leave(g), r.axis, n, 1)[:, part] for r, g in pairs if g is not None}
 
     return Affine(made, term.root, [r.ordinal for r in roots], pull)
 
 
 def _elementwise(scope: Scope, term: Term, slope: torch.Tensor, n: int, convex: bool) -> Elementwise:
-    diagonal, entry = _closed(term, slope, scope), known(term.call.name)
+    diagonal, entry = _closed(term, slope, scope), known(term.name)
     if diagonal is None:
         x, output = _wide(term)
         (first,) = scope.grad([output], [x], [slope.to(output.dtype)], batched=False, create_graph=True)
@@ -183,21 +190,21 @@ def _elementwise(scope: Scope, term: Term, slope: torch.Tensor, n: int, convex: 
         second = torch.zeros_like(x) if second is None else second
         diagonal = scope.leave(second.masked_fill(first.isnan(), torch.nan) if entry.cornered else second)
     if convex:
-        check_sign(diagonal, term.call.name)
-    logits = term.axis.expose(scope.leave(term.input), n)
-    return Elementwise(term.root, term.axis.expose(diagonal, n), entry.predictive, logits)
+        check_sign(diagonal, term.name)
+    logits = exposed(scope.leave(term.input), term.axis, n)
+    return Elementwise(term.root, exposed(diagonal, term.axis, n), entry.predictive, logits)
 
 
 def _closed(term: Term, slope: torch.Tensor, scope: Scope) -> torch.Tensor | None:
     """The second derivatives of the two most frequent losses by their formulas."""
-    call, x = term.call, term.input
-    target, weight = call.arg("target"), call.arg("weight")
-    if call.func not in (F.mse_loss, F.binary_cross_entropy_with_logits) or target.shape != x.shape:
+    x = term.input
+    target, weight = term.arg("target"), term.arg("weight")
+    if term.func not in (F.mse_loss, F.binary_cross_entropy_with_logits) or target.shape != x.shape:
         return None
-    k = slope / x.numel() if reduction(call) == "mean" else slope
-    if call.func is F.mse_loss:
+    k = slope / x.numel() if reduction(term) == "mean" else slope
+    if term.func is F.mse_loss:
         return None if weight is not None else (2 * k).expand(x.shape)
-    p, more = scope.leave(wide(x)).sigmoid(), call.arg("pos_weight")
+    p, more = scope.leave(wide(x)).sigmoid(), term.arg("pos_weight")
     h = p * (1 - p) if more is None else p * (1 - p) * (1 + (more - 1) * target)
     return (k * h if weight is None else k * h * weight).expand(x.shape)
 
@@ -211,16 +218,16 @@ def _wide(term: Term) -> tuple[torch.Tensor, torch.Tensor]:
     def single(a: torch.Tensor) -> torch.Tensor:
         return x if a is low else a.float() if a.is_floating_point() else a
 
-    args, kwargs = tree.map_tensors(single, (term.call.args, term.call.kwargs))
+    args, kwargs = tree.map_tensors(single, (term.args, term.kwargs))
     with TwiceDifferentiable():
-        return x, term.call.func(*args, **kwargs)
+        return x, term.func(*args, **kwargs)
 
 
 def _class_dim(term: Term) -> int:
     x = term.input
     if term.kind == "softmax":
         return 0 if x.ndim == 1 else 1
-    dim = term.call.arg("dim")
+    dim = term.arg("dim")
     if dim is None:
         raise SplitError("`log_softmax` needs its dim said.")
     return dim % x.ndim
@@ -232,16 +239,15 @@ def _over_classes(term: Term, slope: torch.Tensor) -> torch.Tensor:
 
 def _class_weight(term: Term, slope: torch.Tensor) -> torch.Tensor:
     """k of a cross entropy: the weight of the targets at each position, in the scale of the reduction."""
-    call = term.call
-    x, target = term.input, call.arg("target")
+    x, target = term.input, term.arg("target")
     dim = _class_dim(term)
     classes = x.shape[dim]
-    weights, ignore = call.arg("weight"), call.arg("ignore_index", -100)
-    reduced = reduction(call)
+    weights, ignore = term.arg("weight"), term.arg("ignore_index", -100)
+    reduced = reduction(term)
     if weights is None and not target.is_floating_point():  # all that are not ignored count the same
         met = target != ignore
         return torch.where(met, slope / met.sum() if reduced == "mean" else slope, 0)
-    smoothing = call.arg("label_smoothing", 0.0)
+    smoothing = term.arg("label_smoothing", 0.0)
     w = slope.new_ones(classes) if weights is None else weights.to(slope.dtype)
     if target.is_floating_point():
         mass = target * (1 - smoothing) + smoothing / classes
@@ -332,7 +338,7 @@ def softmax_product(
     with others. An axis in front counts `several` u."""
     x, weight, dim = term.input.detach(), _class_weight(term, slope).detach(), _class_dim(term)
     if not sure:
-        check_sign(weight, term.call.name)
+        check_sign(weight, term.name)
     if x.ndim == 1:
         x, weight, dim = x.unsqueeze(0), weight.unsqueeze(0), 1
 
@@ -355,15 +361,11 @@ def softmax_product(
 
 def _softmax(scope: Scope, term: Term, weight: torch.Tensor, n: int, convex: bool) -> Softmax:
     """Bring logits to `[n, C, positions]` and the weights to `[n, positions]`."""
-    dim, axis = _class_dim(term), term.axis
+    dim, (at, *rows) = _class_dim(term), term.axis
     if convex:
-        check_sign(weight, term.call.name)
+        check_sign(weight, term.name)
     x = scope.leave(term.input)
-    logits = axis.expose(wide(x), n)
-    if axis.dim is None:
-        positions = axis
-    else:
-        positions = axis.at(axis.dim - (dim < axis.dim))
+    logits = exposed(wide(x), term.axis, n)
     one = logits.shape[1:]
     flat = logits.movedim(1 + dim, 1).flatten(2) if logits.ndim > 2 else logits.unsqueeze(2)
 
@@ -371,13 +373,13 @@ def _softmax(scope: Scope, term: Term, weight: torch.Tensor, n: int, convex: boo
         rest = [s for d, s in enumerate(one) if d != dim]
         return columns.reshape(*columns.shape[:3], *rest).movedim(2, 2 + dim)
 
-    w = positions.expose(scope.leave(weight), n)
+    w = exposed(scope.leave(weight), (at + (dim > at + x.ndim), *rows), n)
     return Softmax(term.root, flat, w.reshape(n, -1), layout)
 
 
 def _general(scope: Scope, result: torch.Tensor, roots: list[Output], n: int, convex: bool) -> General:
     values, edges = [r.value for r in roots], [r.edge for r in roots]
-    shapes = {r.ordinal: r.axis.expose(r.value, n).shape[1:] for r in roots}
+    shapes = {r.ordinal: exposed(r.value, r.axis, n).shape[1:] for r in roots}
     sizes = [math.prod(s) for s in shapes.values()]
     total = sum(sizes)
     if n * total * total > thresholds.HESSIAN:
@@ -388,7 +390,7 @@ def _general(scope: Scope, result: torch.Tensor, roots: list[Output], n: int, co
     first = scope.grad([result], edges, [torch.ones_like(result)], batched=False, create_graph=True)
     eye = torch.eye(total, dtype=values[0].dtype, device=values[0].device)
     units = [
-        r.axis.restore(u.reshape(total, 1, *s).expand(total, n, *s), n, 1)
+        back(u.reshape(total, 1, *s).expand(total, n, *s), r.value.shape, r.axis, n)
         for r, s, u in zip(roots, shapes.values(), eye.split(sizes, dim=1), strict=True)
     ]
     pairs = [(g, u) for g, u in zip(first, units, strict=True) if g is not None and g.requires_grad]
@@ -396,7 +398,7 @@ def _general(scope: Scope, result: torch.Tensor, roots: list[Output], n: int, co
     rows = [
         torch.zeros(total, n, m, dtype=eye.dtype, device=eye.device)
         if h is None
-        else r.axis.expose(scope.leave(h), n, 1).reshape(total, n, m)
+        else exposed(scope.leave(h), r.axis, n, 1).reshape(total, n, m)
         for h, r, m in zip(found, roots, sizes, strict=True)
     ]
     joint = torch.cat(rows, 2).movedim(0, 2)

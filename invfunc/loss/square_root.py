@@ -14,7 +14,7 @@ from typing import Any, Protocol
 import torch
 
 from invfunc._torch.precision import doubled
-from invfunc.linear_algebra.spectrum import spectrum
+from invfunc.linear_algebra.matrices import spectrum
 
 OutputCotangents = dict[int, torch.Tensor]
 """Cotangents `[V, n, *one]` at the outputs, by the numbers of the roots that take part."""
@@ -39,17 +39,18 @@ class Columns(Protocol):
 
 
 @dataclass
-class Gradient:
-    """The one column of first-order statistics."""
+class FormedColumns:
+    """Columns `[V, n, *one]` at each root: the one of the gradient, drawn ones, or eigenvectors."""
 
-    cotangents: OutputCotangents
+    values: OutputCotangents
+    exact: torch.Tensor | None = None
+    """How many of the first columns of each sample are not drawn, if some are."""
 
-    @property
-    def count(self) -> int:
-        return 1
+    def __post_init__(self) -> None:
+        self.count = len(next(iter(self.values.values()))) if self.values else 1
 
     def block(self, start: int, stop: int, part: slice) -> ColumnBlock:
-        return ColumnBlock({i: c[None, part] for i, c in self.cotangents.items()})
+        return ColumnBlock({i: columns[start:stop, part] for i, columns in self.values.items()})
 
 
 @dataclass
@@ -179,9 +180,9 @@ class General:
         h = self.hessian[part]
         right = h[:, :, start:stop].movedim(2, 0)
         left = torch.eye(self.count, dtype=h.dtype, device=h.device)[start:stop, None].expand_as(right)
-        return ColumnBlock(self._split(left), self._split(right))
+        return ColumnBlock(self.split(left), self.split(right))
 
-    def _split(self, flat: torch.Tensor) -> OutputCotangents:
+    def split(self, flat: torch.Tensor) -> OutputCotangents:
         pieces = flat.split([math.prod(s) for s in self.shapes.values()], dim=2)
         return {i: c.reshape(*c.shape[:2], *s) for (i, s), c in zip(self.shapes.items(), pieces, strict=True)}
 
@@ -210,19 +211,12 @@ class Weighted:
         return ColumnBlock({i: c * root.reshape(*root.shape, *[1] * (c.ndim - 2)) for i, c in block.left.items()})
 
 
-@dataclass
-class OfEigenvectors(General):
-    """The columns of a square root in place of those of the Hessian."""
-
-    def block(self, start: int, stop: int, part: slice) -> ColumnBlock:
-        return ColumnBlock(self._split(self.hessian[part][:, :, start:stop].movedim(2, 0)))
-
-
 def rooted(columns: Columns) -> Columns:
     """Columns S with `S S^T` the Hessian: those of a known loss with their weights, else its eigenvectors."""
     if not isinstance(columns, General):
         return Weighted(columns)
-    return OfEigenvectors(columns.shapes, MatrixRoot.apply(doubled(columns.hessian)).to(columns.hessian.dtype))
+    root = MatrixRoot.apply(doubled(columns.hessian)).to(columns.hessian.dtype)
+    return FormedColumns(columns.split(root.movedim(2, 0)))
 
 
 class MatrixRoot(torch.autograd.Function):

@@ -4,4 +4,4 @@ Other forms of them, with right second derivatives, or of operations that can be
 write; and what torch calls them.
 """
 
-from invfunc.operations import forms, lookup, losses, norms, recurrent  # noqa: F401  (these fill the entries in)
+from invfunc.operations import forms, recurrent  # noqa: F401  (they fill the entries in)

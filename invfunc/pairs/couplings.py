@@ -18,7 +18,7 @@ from invfunc._torch.functorch import counted, listening, unseen_versions
 from invfunc._torch.values import wide
 from invfunc.callables import describe
 from invfunc.errors import ArgumentError, ArgumentTypeError, ModifiedError
-from invfunc.functional.functional import Functional
+from invfunc.functional import Functional
 from invfunc.pairs.exact import Grid
 from invfunc.pairs.pair import Invertible, PairLaw, needed
 from invfunc.pairs.value import Value

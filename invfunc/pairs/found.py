@@ -23,7 +23,7 @@ from invfunc._torch.values import differentiable
 from invfunc._torch.weak import WeakIdMap
 from invfunc.callables import describe
 from invfunc.errors import InverseError
-from invfunc.operations.heard import Function, Listener
+from invfunc.operations.operation import Function, Listener
 from invfunc.pairs.pair import Invertible
 from invfunc.pairs.value import ClosedOver, Place, Value, read
 

@@ -7,13 +7,12 @@ from typing import Any
 
 import torch
 
+from invfunc.data_sets.visits import VisitWork
 from invfunc.evaluation.batches import size_of
-from invfunc.evaluation.engine import Engine
-from invfunc.evaluation.sweep import Sweep, bring, brought
+from invfunc.evaluation.engine import Engine, bring, brought
 from invfunc.plans.calls import Calls
-from invfunc.products.product import Product
-from invfunc.products.summed import WithVector
-from invfunc.reductions.quantity import Drawing
+from invfunc.products.product import Product, WithVector
+from invfunc.reductions.reduction import Drawing
 from invfunc.statistic import Statistic
 
 Each = tuple[torch.Generator, ...]
@@ -64,11 +63,11 @@ class PlansOfBatches:
     def __repr__(self) -> str:
         return self.calls.called
 
-    def __call__(self, t: Any, sweep: Sweep, args: tuple, kwargs: dict[str, Any], engine: Engine) -> Any:
+    def __call__(self, t: Any, work: VisitWork, args: tuple, kwargs: dict[str, Any], engine: Engine) -> Any:
         """Have an evaluation of a batch keep what it brings; aux."""
         vectors = (t.vectors, t.lead) if isinstance(t, WithVector) else None
-        found = self.calls((sweep.phase, sweep.known, _each(t.drawings, engine.problem.n), vectors, args, kwargs), {})
-        return bring(engine, sweep.phase, found)
+        found = self.calls((work.phase, work.known, _each(t.drawings, engine.problem.n), vectors, args, kwargs), {})
+        return bring(engine, work.phase, found)
 
     def explained(self, t: Statistic, args: tuple, kwargs: dict[str, Any]) -> tuple[str, str]:
         """The description of the plan of a batch, and its operations."""

@@ -1,19 +1,25 @@
-"""The calls of a function: the first one of each key is written down, and the others repeat it."""
+"""The calls of a function: the first one of each key is written down as a plan, and the others repeat it.
+
+A plan is the graph of a call, with what it holds, what has to be as it was, and what runs it.
+"""
 
 from __future__ import annotations
 
+import re
 import threading
 import warnings
 from collections import Counter, OrderedDict
 from collections.abc import Callable, Hashable, Iterator
-from contextlib import contextmanager
-from copy import deepcopy
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import dataclass, field
+from functools import partial
 from itertools import count
-from typing import Any
+from operator import attrgetter
+from typing import Any, NamedTuple
 from weakref import WeakValueDictionary, ref
 
 import torch
+from torch import fx
 from torch.nn.modules.module import register_module_forward_pre_hook
 from torch.overrides import TorchFunctionMode
 
@@ -24,16 +30,139 @@ from invfunc.budget import settings
 from invfunc.core.ways import straight
 from invfunc.errors import InvFuncWarning
 from invfunc.pairs.value import reached
-from invfunc.plans.plan import RecordedPlan, signature
-from invfunc.plans.recorder import Missed, Reads, Recorder, outside
+from invfunc.plans.recorder import Missed, Reads, Recorder, caller, same_shape
 
+BACKENDS = ("replay", "inductor", "cudagraphs")
 _PLAIN = {int, bool, str, bytes, type(None), torch.dtype, torch.device, torch.Size, slice, type(...)}
 _VALUES = {*_PLAIN, float, complex}
-_DIFFERENTIABLE = "the result is differentiable; call it on detached parameters, or under torch.no_grad()"
 
 
-@dataclass(frozen=True)
-class PlannedCall:
+def signature(x: torch.Tensor) -> Hashable:
+    """All that operations know of a tensor without its numbers."""
+    own = type(x), x.dtype, x.device, x.shape, x.stride(), x.requires_grad
+    return *own, x.is_inference(), x.is_conj(), x.is_neg()
+
+
+def numbers(read: list[torch.Tensor]) -> list[int]:
+    """Numbers that were read, as bytes, in which NaN is equal to itself, and -0 is not 0."""
+    return torch.cat([x.reshape(-1).view(torch.uint8) for x in read]).tolist() if read else []
+
+
+@dataclass
+class RecordedPlan:
+    """The operations of a call, which run again with other numbers."""
+
+    module: fx.GraphModule
+    form: tree.Form
+    """The form of the result."""
+    sources: list[Callable[[], Any]]
+    """The sources of its inputs behind the arguments."""
+    closed: list[tuple[ref[torch.Tensor], Hashable]]
+    """The tensors that it reads beside the arguments, with what was known of them."""
+    guards: list[tuple[torch.Tensor, str]]
+    """The numbers that were read, and where."""
+    modules: list[torch.nn.Module]
+    """The modules that run, whose modes are compared."""
+    drew: list[torch.Generator]
+    """The generators from which it draws, beside those that are given."""
+    draws: bool
+    inference: bool
+    """True if its results are tensors of inference mode."""
+    call: Callable[..., Any] = field(init=False)
+    """The function that runs the graph."""
+
+    def __post_init__(self) -> None:
+        self.call, self.training = direct(self.module), [m.training for m in self.modules]
+        self.expected = numbers([x for x, _ in self.guards])
+
+    def run(self, tensors: list[torch.Tensor], generators: list[torch.Generator]) -> Any:
+        """The result for other arguments of the same key. An error, as `Missed` if something is not as it was, leaves
+        the generators as they were."""
+        before = [(g, state_of(g)) for g in (*self.drew, *generators)]
+        try:
+            given = [*tensors, *generators, *[source() for source in self.sources]]
+            for known, own in self.closed:
+                if (x := known()) is None or signature(x) != own:
+                    raise Missed("a tensor that it closes over")
+            if [m.training for m in self.modules] != self.training:
+                raise Missed("the mode of a module")
+            with computed(self.inference):
+                results, read = self.call(*given)
+                if read and numbers(read) != self.expected:
+                    raise Missed(f"numbers that are read (at {', '.join(dict.fromkeys(at for _, at in self.guards))})")
+        except Exception:
+            set_states(before)
+            raise
+        return self.form.join(results)
+
+    @property
+    def operations(self) -> int:
+        """The number of its operations."""
+        return sum(node.op == "call_function" for node in self.module.graph.nodes) - self.sized
+
+    @property
+    def sized(self) -> int:
+        """The number of shapes in it that depend on numbers."""
+        return len(self.module.graph.find_nodes(op="call_function", target=same_shape))
+
+    def told(self) -> str:
+        """A description in words."""
+        sites = ", ".join(dict.fromkeys(at for _, at in self.guards))
+        said = f"a plan of {self.operations} operations"
+        said += f" that compares {len(self.guards)} numbers, read at {sites}" if self.guards else ""
+        return said + (f"; {self.sized} shapes depend on numbers" if self.sized else "")
+
+
+def direct(module: fx.GraphModule) -> Callable[..., Any]:
+    """The function of a graph, which calls operations as C has them: less than what they do in Python, in half the
+    time."""
+    code = module.graph.python_code("self")
+    world = dict(code.globals)
+
+    def known(found: re.Match) -> str:
+        name = found[1].replace(".", "_")
+        world[name] = attrgetter(found[1])(torch.ops)._op
+        return f"{name}("
+
+    exec(re.sub(r"torch\.ops\.([\w.]+)\(", known, code.src), world)
+    return partial(world["forward"], module)
+
+
+def computed(inference: bool) -> AbstractContextManager:
+    """A context in which operations run as they were written down: below autograd and autocast."""
+    casts = [kind for kind in ("cpu", "cuda") if torch.is_autocast_enabled(kind)]
+    if not casts and torch.is_inference_mode_enabled() == inference:
+        return torch.no_grad()
+    stack = ExitStack()
+    for mode in (torch.inference_mode(inference), torch.no_grad(), *(torch.autocast(k, enabled=False) for k in casts)):
+        stack.enter_context(mode)
+    return stack
+
+
+def by_compiler(module: fx.GraphModule, backend: str, say: Callable[[str], None]) -> Callable[..., Any]:
+    """The function of a graph as torch.compile runs it, or where that fails, as it is."""
+    call, works = torch.compile(module, fullgraph=True, dynamic=False, backend=backend), False
+
+    def run(*given: Any) -> Any:
+        nonlocal call, works
+        try:
+            found = call(*given)
+            works = True
+        except Exception as error:
+            if works:
+                raise
+            call = module.forward
+            say(f"it runs by `replay`: `{backend}` fails ({str(error).strip().splitlines()[0]}).")
+            found = call(*given)
+        return tree.map_tensors(torch.clone, found) if backend == "cudagraphs" else found  # which the next overwrites
+
+    return run
+
+
+# Calls
+
+
+class PlannedCall(NamedTuple):
     """The arguments of a call: its tensors and generators, what the key knows by its identity, and the key."""
 
     tensors: list[torch.Tensor]
@@ -58,12 +187,12 @@ def call_of(args: tuple, kwargs: dict[str, Any]) -> PlannedCall:
     return PlannedCall(tensors, generators, objects, (structure, *known, around))
 
 
-def _unfit(tensors: list[torch.Tensor]) -> str:
-    """The reason why tensors cannot be inputs of a plan; empty if they can."""
+def _unfit(tensors: list[torch.Tensor], called: str) -> str:
+    """The reason why tensors cannot go into a plan or come out of it; empty if they can."""
     if torch.is_grad_enabled() and any(x.requires_grad for x in tensors):
-        return _DIFFERENTIABLE
+        return "the result is differentiable; call it on detached parameters, or under torch.no_grad()"
     kind = next((type(x) for x in tensors if type(x) not in (torch.Tensor, torch.nn.Parameter)), None)
-    return "" if kind is None else f"an argument is a {kind.__name__}, not a plain tensor"
+    return "" if kind is None else f"{called} has a {kind.__name__} in it, not a plain tensor"
 
 
 def _kept(structure: Any) -> str:
@@ -126,7 +255,6 @@ class Calls:
     entries: OrderedDict[Hashable, KnownCalls] = field(default_factory=OrderedDict)
     warned: set[str] = field(default_factory=set)
     made: int = 0
-    last: KnownCalls | None = None
     lock: Any = field(default_factory=threading.RLock)
     number: int = field(default_factory=count().__next__)
     """By which graphs of torch.compile know them."""
@@ -136,9 +264,6 @@ class Calls:
 
     def __reduce__(self) -> tuple:
         return Calls, (self.t, self.called, self.backend)  # there are other objects where it is read
-
-    def __deepcopy__(self, memo: dict[int, Any]) -> Calls:
-        return Calls(deepcopy(self.t, memo), self.called, self.backend)
 
     def __call__(self, args: tuple, kwargs: dict[str, Any]) -> Any:
         if aside(args, kwargs):
@@ -180,26 +305,18 @@ class Calls:
         call = call_of(args, kwargs)
         if call.why:
             return call, KnownCalls(call.why)
-        entry = self.entries.get(call.key)
-        if entry is None or entry is not self.last:
-            with self.lock:
-                entry = self.last = self.entries.setdefault(call.key, KnownCalls())
-                self.entries.move_to_end(call.key)
-                while len(self.entries) > thresholds.PLANS:
-                    self.entries.popitem(last=False)
+        with self.lock:
+            entry = self.entries.get(call.key) or self.entries.setdefault(call.key, KnownCalls())
+            self.entries.move_to_end(call.key)
+            while len(self.entries) > thresholds.PLANS:
+                self.entries.popitem(last=False)
         return call, entry
 
     def say(self, text: str) -> None:
         """Warn once."""
         if text not in self.warned:
             self.warned.add(text)
-            warnings.warn(f"{self.called}: {text}", InvFuncWarning, stacklevel=outside())
-
-    @property
-    def said(self) -> Callable[[str], None]:
-        """A function that warns as `say` does, as long as they are there: plans have it, and are theirs."""
-        own = ref(self)
-        return lambda text: None if (calls := own()) is None else calls.say(text)
+            warnings.warn(f"{self.called}: {text}", InvFuncWarning, stacklevel=caller()[0])
 
     def _held(self, kind: type) -> list[Any]:
         """The objects of a kind that f and the loss hold, as far as closures and attributes show them."""
@@ -227,7 +344,7 @@ class Calls:
 
     def written(self, call: PlannedCall, entry: KnownCalls, args: tuple, kwargs: dict[str, Any]) -> Any:
         """The result of the call itself, which is written down meanwhile."""
-        entry.why = _unfit(call.tensors) or _kept(tree.flatten((args, kwargs))[1])
+        entry.why = _unfit(call.tensors, "an argument") or _kept(tree.flatten((args, kwargs))[1])
         if entry.why:
             return self.eagerly(entry.why, args, kwargs)
         entry.objects, generators = call.objects, self.generators(call)
@@ -255,7 +372,7 @@ class Calls:
         finally:
             hook.remove()
         tensors, form = tree.separate(result)
-        if why := _not_returned(tensors, form) or _kept(form.structure):
+        if why := _unfit(tensors, "the result") or _odd(form) or _kept(form.structure):
             recorder.refuse(why)
         module = recorder.finished(tensors)
         if module is None:
@@ -268,8 +385,12 @@ class Calls:
         drew = [d.g for d in recorder.generators.values() if d.item is not None and id(d.g) not in given]
         inference = any(x.is_inference() for x in tensors)
         plan = RecordedPlan(module, form, recorder.sources, closed, guards, [*modules], drew, recorder.draws, inference)
-        if self.backend != "replay":
-            plan.run_by(self.backend, self.said)
+        if self.backend != "replay" and plan.draws:
+            self.say(f"it runs by `replay`: random numbers of `{self.backend}` are others than those of torch.")
+        elif self.backend != "replay" and plan.sized:
+            self.say(f"it runs by `replay`: `{self.backend}` takes no shapes that depend on numbers.")
+        elif self.backend != "replay":
+            plan.call = by_compiler(module, self.backend, self.say)
         entry.plan, self.made = plan, self.made + 1
         if len(self.entries) > thresholds.SHAPES:
             self.say(
@@ -299,11 +420,7 @@ def aside(args: tuple, kwargs: dict[str, Any]) -> bool:
     return modes or transforming() or saving_hooks() is not None or dual(*tree.tensors((args, kwargs)))
 
 
-def _not_returned(tensors: list[torch.Tensor], form: tree.Form) -> str:
-    """The reason why a result cannot be made again; empty if it can."""
-    if other := next((type(x) for x in tensors if type(x) not in (torch.Tensor, torch.nn.Parameter)), None):
-        return f"the result has a {other.__name__} in it"
-    if any(x.requires_grad for x in tensors):
-        return _DIFFERENTIABLE
+def _odd(form: tree.Form) -> str:
+    """The reason why a result cannot be made again from its tensors; empty if it can."""
     odd = [x for i, x in enumerate(form.others) if i not in form.places and not isinstance(x, tuple(_VALUES))]
     return f"the result has an object of type {type(odd[0]).__name__} in it" if odd else ""

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import inspect
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -13,13 +12,12 @@ from invfunc import tree
 from invfunc.arguments.problem import batch_dims, batch_size
 from invfunc.callables import describe
 from invfunc.errors import ArgumentError
-from invfunc.evaluation.weights import LossPart, ratio
+from invfunc.evaluation.kinds import LossPart, ratio
 from invfunc.loss.drawn import joined
 from invfunc.products.product import Product
-from invfunc.reductions.gradients import CentredSquares, ClippedSum, EachSample, SumAndCentredSquares
+from invfunc.reductions.columns import InnerProducts, MatrixTrace, SquareRoot, SumOfSquares
+from invfunc.reductions.gradients import CentredSquares, ClippedSum, EachSample, Sketches, SumAndCentredSquares
 from invfunc.reductions.reduction import Found, Reduction, State
-from invfunc.reductions.sketches import Sketches
-from invfunc.reductions.squares import InnerProducts, MatrixTrace, SquareRoot, SumOfSquares
 from invfunc.statistic import Statistic
 
 _SUMS = SumOfSquares, MatrixTrace, ClippedSum, CentredSquares
@@ -41,14 +39,6 @@ class Masked:
     def __name__(self) -> str:
         return describe(self.f)
 
-    @property
-    def __signature__(self) -> inspect.Signature:
-        """The names of f's arguments, with that of the mask; which of them it takes, f itself says."""
-        names = [p.name for p in inspect.signature(self.f).parameters.values() if p.kind < p.VAR_POSITIONAL]
-        kind, names = inspect.Parameter, [*names[:1], "mask", *names[1:]]
-        named = [kind(name, kind.POSITIONAL_OR_KEYWORD, default=None) for name in names]
-        return inspect.Signature([*named, kind("args", kind.VAR_POSITIONAL), kind("kwargs", kind.VAR_KEYWORD)])
-
     def __call__(self, params: Any, mask: torch.Tensor, *batch: Any, **kwargs: Any) -> Any:
         found = self.f(params, *batch, **kwargs)
         if self.losses:
@@ -62,8 +52,8 @@ class Masked:
         return (outputs, found) if self.tells else outputs
 
     def _of_outputs(self, z: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
-        own = mask.reshape([-1 if d == self.axis % z.ndim else 1 for d in range(z.ndim)])
-        return torch.where(own, z, z.detach())
+        own, fixed = mask.reshape([-1 if d == self.axis % z.ndim else 1 for d in range(z.ndim)]), z.detach()
+        return fixed + (z - fixed) * own.to(z.dtype)  # whose derivative is one operation also for several columns
 
 
 class Padding:

@@ -1,10 +1,12 @@
-"""A call written down as a graph of torch.fx, operation by operation, while it runs."""
+"""A call written down as a graph of torch.fx, operation by operation, while it runs; facts of these operations."""
 
 from __future__ import annotations
 
+import contextlib
 import operator
 import sys
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from functools import cache
 from pathlib import Path
 from typing import Any
 from weakref import ref
@@ -17,9 +19,10 @@ from invfunc import thresholds, tree
 from invfunc._torch.functorch import TorchDispatchMode, same_generator, storage, unwatched, unwrapped
 from invfunc._torch.generators import set_states, state_of
 from invfunc._torch.weak import WeakIdMap
-from invfunc.plans.operators import Operator, draws, writes, written
 
 _ATEN = torch.ops.aten
+Operator = type(_ATEN.add.Tensor)
+_DROPOUT = "dropout_p"
 _SAME = (_ATEN.detach.default, _ATEN.alias.default, _ATEN.lift_fresh.default)
 _ITEM, _EQUAL, _LIFTED = _ATEN._local_scalar_dense.default, _ATEN.equal.default, _ATEN.lift_fresh.default
 _LEAVE_TORCH = frozenset(
@@ -310,6 +313,38 @@ class Reads(TorchFunctionMode):
                 self.recorder.read(_plain(x))
 
 
+def draws(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
+    """Returns whether an operation may draw random numbers."""
+    at = _draws_at(func)
+    if at is None or at < 0:
+        return at is None
+    return (args[at] if at < len(args) else kwargs.get(_DROPOUT, 0.0)) != 0
+
+
+@cache
+def _draws_at(func: Any) -> int | None:
+    """The place of the probability of attention's dropout, which draws nothing where it is 0; None of what draws in any
+    case, and -1 of what never does, as derivatives, which are given what was drawn."""
+    arguments = func._schema.arguments
+    if any("Generator" in str(a.type) for a in arguments):
+        return None
+    if torch.Tag.nondeterministic_seeded not in func.tags or func._schema.name.endswith("_backward"):
+        return -1
+    return next((i for i, a in enumerate(arguments) if a.name == _DROPOUT), None)
+
+
+@cache
+def writes(func: Any) -> tuple[tuple[int, str], ...]:
+    """The arguments that an operation writes in place, by number and name."""
+    found = enumerate(func._schema.arguments)
+    return tuple((i, a.name) for i, a in found if a.alias_info is not None and a.alias_info.is_write)
+
+
+def written(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[torch.Tensor]:
+    """The tensors that an operation writes in place."""
+    return tree.tensors(tuple(args[i] if i < len(args) else kwargs.get(name) for i, name in writes(func)))
+
+
 def acts(node: fx.Node) -> bool:
     """Returns whether an operation does something beside giving a result."""
     target: Any = node.target
@@ -347,28 +382,17 @@ def _bytes(g: torch.Generator) -> bytes:
         return state_of(g).numpy().tobytes()
 
 
-_BETWEEN = "/values.py", "/contextlib.py"
-"""Files in which numbers are read for others."""
 _TORCH, _OURS = torch.__path__[0], str(Path(__file__).parents[1])
 
 
-def site() -> str:
-    """The line of code that runs: of the caller's, or where there is none, of this library."""
-    frame, found = sys._getframe(1), ""
-    while frame is not None:
-        name = frame.f_code.co_filename
-        if not name.startswith((_TORCH, "<")) and "/invfunc/plans/" not in name and not name.endswith(_BETWEEN):
-            here = "/".join(name.split("/")[-2:]) + f":{frame.f_lineno}"
-            if not name.startswith(_OURS):
-                return here
-            found = found or here
-        frame = frame.f_back
-    return found
-
-
-def outside() -> int:
-    """The number of calls to the one further out which is neither of torch nor of this library."""
-    frame, count = sys._getframe(1), 1
-    while frame.f_back is not None and frame.f_code.co_filename.startswith((_TORCH, _OURS)):
+def caller() -> tuple[int, str]:
+    """The innermost call that is neither of torch nor of this library: how many are within it, and its line of code."""
+    frame, count, inner = sys._getframe(1), 1, (_TORCH, _OURS, contextlib.__file__, "<")
+    while frame.f_back is not None and frame.f_code.co_filename.startswith(inner):
         frame, count = frame.f_back, count + 1
-    return count
+    return count, "/".join(frame.f_code.co_filename.split("/")[-2:]) + f":{frame.f_lineno}"
+
+
+def site() -> str:
+    """The line of code of the caller's that runs."""
+    return caller()[1]

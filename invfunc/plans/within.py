@@ -10,9 +10,9 @@ from invfunc import tree
 from invfunc._torch.eager import as_called, constant, nonstrict, not_compiling
 from invfunc._torch.functorch import fake_tensors, undispatched
 from invfunc.errors import ReplayError
-from invfunc.kronecker.origin import Origin
+from invfunc.kronecker.matrix import Origin
 from invfunc.plans.calls import CALLS, Calls, call_of
-from invfunc.reductions.noise import NoiseScale
+from invfunc.reductions.estimates import NoiseScale
 
 _ATEN = torch.ops.aten
 _FORMS: list[tree.Form] = []

@@ -15,24 +15,34 @@ import torch
 
 from invfunc import thresholds
 from invfunc._torch.graphs import node_of, nodes_of
+from invfunc.core.columns import CRITERIA, Finder
 from invfunc.core.hessian import CallsRun
 from invfunc.core.marks import Unsupported, spelled, tensors
-from invfunc.core.split import CRITERIA, Finder
 from invfunc.core.tables import POINTWISE
 from invfunc.errors import ArgumentError, SplitError, unreached
 from invfunc.loss.square_root import Columns
-from invfunc.products.given import Following, ProductArguments, ScopedSplit
-from invfunc.products.maps import Direction, Kind, Linear, Pull, Steps, Vectors
+from invfunc.operations.axis import Axis, back, exposed
+from invfunc.products.given import (
+    Direction,
+    Following,
+    Kind,
+    Linear,
+    ProductArguments,
+    Pull,
+    ScopedSplit,
+    Steps,
+    Vectors,
+)
 
 
 class OutputRows:
-    """Columns `R[v, n]` at the outputs, and their products there; the losses of the samples have one, which is 1."""
+    """Columns `R[v, n]` at the outputs, and their products there."""
 
     def __init__(self, split: ScopedSplit, columns: Sequence[Columns]) -> None:
         self.n, self.values = split.n, [Kind.of(z) for z in split.values]
-        self.places = [(r.ordinal, r.axis) for r in split.roots]
+        self.places = [(r.ordinal, r.axis) for r in split.roots] or [(0, Axis(0))]
         self.blocks = [made.block(0, made.count, slice(None)).left for made in columns if made.count]
-        self.counts = [len(next(iter(left.values()))) for left in self.blocks] if self.places else [1]
+        self.counts = [len(next(iter(left.values()))) for left in self.blocks]
         kinds = [c.dtype for left in self.blocks for c in left.values()] + [z.dtype for z in self.values]
         dtype = reduce(torch.promote_types, kinds)
         self.kind = Kind(torch.Size([sum(self.counts), self.n]), dtype, self.values[0].device)
@@ -41,31 +51,26 @@ class OutputRows:
     def along(self, t: Vectors, pull: Pull) -> Vectors:
         """`R[v, n] . t[n]` of tangents at the outputs: `[V, N]`, or `[K, V, N]` of several."""
         several = [x if x is None or pull.batched else x.unsqueeze(0) for x in t]
-        if not self.places:
-            found = [x.unsqueeze(1) for x in several if x is not None]
-        else:
-            given = [(i, axis, x) for (i, axis), x in zip(self.places, several, strict=True) if x is not None]
-            exposed = {i: self._flat(axis.expose(x, self.n, 1)) for i, axis, x in given}
-            along = [self._products(left, exposed) for left in self.blocks if exposed]
-            found = [torch.cat(along, 1)] if along else []
-        return [x if pull.batched else x.squeeze(0) for x in found] or [None]
+        given = [(i, axis, x) for (i, axis), x in zip(self.places, several, strict=True) if x is not None]
+        tangents = {i: self._flat(exposed(x, axis, self.n, 1)) for i, axis, x in given}
+        if not tangents or not self.blocks:
+            return [None]
+        found = torch.cat([self._products(left, tangents) for left in self.blocks], 1)
+        return [found if pull.batched else found.squeeze(0)]
 
     def sent(self, u: Vectors, pull: Pull) -> Vectors:
         """The transpose: the cotangents `sum_v u[v, n] R[v, n]` at the outputs."""
         if u[0] is None:
             return [None] * len(self.values)
         each = u[0] if pull.batched else u[0].unsqueeze(0)
-        if not self.places:
-            whole = [each.squeeze(1).to(self.values[0].dtype)]
-        else:
-            found: dict[int, torch.Tensor] = {}
-            for left, part in zip(self.blocks, each.split(self.counts, 1), strict=True):
-                for i, s in left.items():
-                    x = torch.einsum("kmn,mnx->knx", part.to(self.kind.dtype), self._flat(s))
-                    x = x.reshape(len(x), *s.shape[1:])
-                    found[i] = found[i] + x if i in found else x
-            places = zip(self.places, self.values, strict=True)
-            whole = [axis.restore(found[i], self.n, 1).to(z.dtype) if i in found else None for (i, axis), z in places]
+        found: dict[int, torch.Tensor] = {}
+        for left, part in zip(self.blocks, each.split(self.counts, 1), strict=True):
+            for i, s in left.items():
+                x = torch.einsum("kmn,mnx->knx", part.to(self.kind.dtype), self._flat(s))
+                x = x.reshape(len(x), *s.shape[1:])
+                found[i] = found[i] + x if i in found else x
+        places = zip(self.places, self.values, strict=True)
+        whole = [back(found[i], z.shape, axis, self.n).to(z.dtype) if i in found else None for (i, axis), z in places]
         return [x if x is None or pull.batched else x.squeeze(0) for x in whole]
 
     def _products(self, left: dict[int, torch.Tensor], exposed: dict[int, torch.Tensor]) -> torch.Tensor:

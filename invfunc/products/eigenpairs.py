@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import reduce
 from typing import Any, Literal
 
@@ -12,8 +12,7 @@ import torch
 import torch.nn.functional as F
 
 from invfunc import thresholds, tree
-from invfunc._extras import ticking
-from invfunc._shown import kind
+from invfunc._extras import kind, ticking
 from invfunc._torch.functorch import innermost, transforming
 from invfunc._torch.generators import set_states, state_of
 from invfunc._torch.precision import double_on, doubled
@@ -26,19 +25,16 @@ from invfunc.callables import check_count, check_functions, describe
 from invfunc.column_options import fisher_columns
 from invfunc.core.evaluate import kept
 from invfunc.errors import ArgumentError, InvFuncError
-from invfunc.kronecker.matrix import Whole
-from invfunc.linear_algebra.low_rank import LowRank
-from invfunc.linear_algebra.symmetric import Damping, damped, wide
+from invfunc.kronecker.matrix import LowRank, Whole
+from invfunc.linear_algebra.matrices import Damping, damped, wide
 from invfunc.loss.square_root import Columns, rooted
-from invfunc.plan import Options
+from invfunc.operations.forms import TwiceDifferentiable
+from invfunc.plan import Explanation, Options
 from invfunc.products.curvature import OutputRows, of_root, split_of_fisher
-from invfunc.products.ggnvp import ggnvp
-from invfunc.products.given import ProductArguments, ScopedSplit, States
-from invfunc.products.maps import Direction, Kind, Linear
-from invfunc.products.product import Space, check_product, names_of, space_of, through
-from invfunc.reductions.quantity import ColumnKind, Drawing, Quantity
-from invfunc.reductions.squares import ProductsOfColumns
-from invfunc.report import Explanation
+from invfunc.products.given import Direction, Kind, Linear, ProductArguments, Pull, Scope, States, Vectors
+from invfunc.products.product import Space, check_product, ggnvp, names_of, space_of, through
+from invfunc.reductions.columns import ProductsOfColumns
+from invfunc.reductions.reduction import ColumnKind, Drawing, Quantity
 from invfunc.spectra import largest
 from invfunc.transform import ArgumentNames, Transform, told
 
@@ -89,7 +85,7 @@ class Eigenpairs(Whole):
         self,
         shown: str,
         space: Space,
-        root: Linear | Formed,
+        root: Linear,
         values: torch.Tensor,
         rows: torch.Tensor,
         bounds: torch.Tensor,
@@ -107,19 +103,17 @@ class Eigenpairs(Whole):
     def __getstate__(self) -> dict[str, Any]:
         """Tensors, names and numbers alone: the map is written as its rows `Q^T S`, `[k, P]`."""
         rows = self._joined(len(self._all), torch.ones_like(self._all))
-        state = {"values": self._all, "rows": self._rows, "images": self._space.tree(rows), "rank": self.rank}
+        state = {"values": self._all, "rows": self._rows, "images": self._space.tree(rows)}
         state |= {"bounds": self._bounds, "of_samples": self._of_samples}
         slopes = None if self._slope is None else self.slopes()
         return {**state, "slopes": slopes, "shown": self._shown, "name": self._space.name}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         leaves, structure = tree.flatten(state["images"], none_is_leaf=False)
-        self._space = Space([state["name"]], structure, [Kind.of(x)._replace(shape=x.shape[1:]) for x in leaves])
-        self._shown, self.rank, self._slope = state["shown"], int(state["rank"]), state["slopes"]
-        self._all, self._rows, self._root = state["values"], state["rows"], Formed(state["rows"], leaves)
-        self._bounds, self._of_samples = state["bounds"], state["of_samples"]
-        self._kind, self._eps = _coarsest(self._space.kinds)
-        self._dtype = wide(self._kind)
+        kinds = [Kind.of(x)._replace(shape=x.shape[1:]) for x in leaves]
+        space, root = Space([state["name"]], structure, kinds), formed(state["rows"], leaves)
+        more = state["bounds"], state["slopes"], state["of_samples"]
+        self.__init__(state["shown"], space, root, state["values"], state["rows"], *more)
 
     def __repr__(self) -> str:
         return f"Eigenpairs({self._shown}, rank {self.rank} of {self.size}{kind(self._space.kinds)})"
@@ -310,34 +304,24 @@ class Eigenpairs(Whole):
             raise told(error, f"{self!r}{call}") from error.__cause__
 
 
-@dataclass(frozen=True, eq=False)
-class Formed:
-    """The map S, or its transpose, by its rows `Q^T S` in the space of the samples."""
+def formed(rows: torch.Tensor, images: list[torch.Tensor]) -> Linear:
+    """The map S by Q^T, `[k, V, N]`, and its rows in the space of the samples, `Q^T S`: `[k, *p]` of each parameter."""
 
-    rows: torch.Tensor
-    """Q^T, `[k, V, N]`."""
-    images: list[torch.Tensor]
-    """`[k, *p]` of each parameter."""
-    back: bool = False
-
-    @property
-    def transposed(self) -> Formed:
-        return replace(self, back=not self.back)
-
-    @property
-    def there(self) -> Direction:
-        """A line that says what it gives."""
-        samples = Kind.of(self.images[0])._replace(shape=self.rows.shape[1:])
-        return Direction(lambda *_: [], [Kind.of(x) for x in self.images] if self.back else [samples])
-
-    def __call__(self, vectors: list[torch.Tensor], lead: int = 0) -> list[torch.Tensor]:
-        """The image of a vector; `lead` axes in front count several of them."""
-        if self.back:
-            along = vectors[0].to(self.rows).flatten(lead) @ self.rows.flatten(1).T
-            return [torch.tensordot(along.to(x), x, 1) for x in self.images]
-        flat = [(v.reshape(*v.shape[:lead], -1), x.flatten(1)) for v, x in zip(vectors, self.images, strict=True)]
+    def forth(vectors: list[Any], pull: Pull) -> Vectors:
+        pairs = zip(vectors, images, strict=True)
+        flat = [
+            (v.reshape(*v.shape[: int(pull.batched)], -1), x.reshape(len(x), x.shape[1:].numel())) for v, x in pairs
+        ]
         along = reduce(torch.add, [doubled(v) @ doubled(x).T for v, x in flat])
-        return [torch.tensordot(along.to(self.rows), self.rows, 1).to(vectors[0].dtype)]
+        return [torch.tensordot(along.to(rows), rows, 1).to(vectors[0].dtype)]
+
+    def back(vectors: list[Any], pull: Pull) -> Vectors:
+        along = vectors[0].to(rows).flatten(int(pull.batched)) @ rows.flatten(1).T
+        return [torch.tensordot(along.to(x), x, 1) for x in images]
+
+    samples = Kind.of(images[0])._replace(shape=rows.shape[1:])
+    kinds = [Kind.of(x)._replace(shape=x.shape[1:]) for x in images]
+    return Linear(Scope(images), TwiceDifferentiable(), Direction(forth, [samples]), Direction(back, kinds))
 
 
 def _coarsest(kinds: list[Kind]) -> tuple[torch.dtype, float]:
@@ -512,19 +496,17 @@ class Decomposition(Transform):
         if transforming():
             raise inside_of_torch_func()
         with torch.no_grad():
-            dims = self.in_dims, self.out_dims, self.has_aux
-            given = ProductArguments(self.f, self.loss, args, kwargs, names, *dims, self.drawing)
-            states = given.states
-            with given.scope:
-                split = self._split(given)
-                root, slope = self._rows(given, split)
-                aux = given.scope.result(given.aux)
-            space = Space(names, given.structure, [Kind.of(p) for p in given.leaves])
+            given, states, root, slope, aux = self._recorded(args, kwargs, names)
+            space = Space(names, given.structure, given.kinds)
             (v, n), size = root.there.into[0].shape, sum(p.numel() for p in given.leaves)
-            of_columns = _smaller(v * n, size)
-            self._check_room(given.leaves[0].device, v * n, size)
+            side, wanted = _decomposed(v * n, size)
+            if wanted > (there := free_on(given.leaves[0].device)):
+                raise ArgumentError(
+                    f"it decomposes {side}, in {in_words(wanted)}, but {in_words(int(there))} are free. Pass fewer "
+                    "samples, or draw columns: fisher='mc'."
+                )
             title = repr(self) if self.progress else ""
-            if of_columns:
+            if of_columns := _smaller(v * n, size):
                 small = self._products(given.problem, root, states, title)
             else:
                 small = doubled(_formed(root, space.kinds, size, title)[0]).movedim(0, -1)
@@ -534,30 +516,39 @@ class Decomposition(Transform):
             bounds = 16 * _coarsest(space.kinds)[1] * noise.expand(len(values))
             return Eigenpairs(repr(self), space, root, values, of_rows, bounds, slope), aux
 
-    def _check_room(self, device: torch.device, columns: int, size: int) -> None:
-        """Check that there is memory for the decomposition."""
-        side, wanted = _decomposed(columns, size)
-        if wanted > (there := free_on(device)):
-            raise ArgumentError(
-                f"it decomposes {side}, in {in_words(wanted)}, but {in_words(int(there))} are free. Pass fewer "
-                "samples, or draw columns: fisher='mc'."
-            )
-
     def explanation(self, args: tuple, kwargs: dict[str, Any], names: ArgumentNames) -> Explanation:
         """Explains what it decomposes at these arguments, and in how much memory."""
         with torch.no_grad():
-            dims = self.in_dims, self.out_dims, self.has_aux
-            given = ProductArguments(self.f, self.loss, args, kwargs, names, *dims, self.drawing)
-            states = given.states
-            with given.scope:
-                v, n = self._rows(given, self._split(given))[0].there.into[0].shape
+            given, states, root, *_ = self._recorded(args, kwargs, names)
             set_states(states)
-        size = sum(p.numel() for p in given.leaves)
+        (v, n), size = root.there.into[0].shape, sum(p.numel() for p in given.leaves)
         side, wanted = _decomposed(v * n, size)
         told_of = (
             f"eigenpairs of {side}, of {v} columns of {n} samples and {size} parameters, in about {in_words(wanted)}"
         )
         return Explanation(repr(self), 0, 0, 0, wanted, 1.0, told_of, plan=" ")
+
+    def _recorded(
+        self, args: tuple, kwargs: dict[str, Any], names: ArgumentNames
+    ) -> tuple[ProductArguments, States, Linear, Linear | None, Any]:
+        """The arguments, the random states before, the square root as a map, the shares of the gradient as another,
+        and aux."""
+        given = ProductArguments(self, args, kwargs, names)
+        states = given.states
+        with given.scope:
+            if self.kind.first_order:
+                split = split_of_fisher(given)
+            else:
+                split = given.found_split() if self.loss is None else given.given_split(each=True)
+            with given.mode.back(split.result.device):
+                slope: list[Columns] = [split.gradient()]
+                if self.drawing is not None:
+                    columns = split.drawn(self.drawing, "eigenpairs")
+                else:
+                    columns = slope if self.kind.first_order else [rooted(c) for c in split.hessian()]
+            root = of_root(given, split, OutputRows(split, columns))
+            slopes = None if self.kind.first_order else of_root(given, split, OutputRows(split, slope))
+            return given, states, root, slopes, given.scope.result(given.aux)
 
     def _products(self, given: BoundProblem, root: Linear, states: States, title: str) -> torch.Tensor:
         """`S S^T` of the rows S of a map, `[V, N, V, N]` in float64: from each sample's share of them, if the core has
@@ -580,21 +571,6 @@ class Decomposition(Transform):
         v, n = kind.shape
         rows = _formed(root.transposed, [kind], v * n, title) if v else [given.leaves[0].new_zeros(0, 0)]
         return gram(rows, doubled(rows[0]).new_zeros(v * n, v * n)).reshape(v, n, v, n)
-
-    def _rows(self, given: ProductArguments, split: ScopedSplit) -> tuple[Linear, Linear | None]:
-        """The square root as a map, and the shares of the gradient as another."""
-        with given.mode.back(split.result.device):
-            slope: list[Columns] = [split.gradient()] if split.roots else []
-            if self.kind.first_order:
-                return of_root(given, split, OutputRows(split, slope)), None
-            columns = [rooted(c) for c in split.hessian()] if self.drawing is None else []
-            columns = split.drawn(self.drawing, "eigenpairs") if self.drawing is not None else columns
-        return of_root(given, split, OutputRows(split, columns)), of_root(given, split, OutputRows(split, slope))
-
-    def _split(self, given: ProductArguments) -> ScopedSplit:
-        if self.kind.first_order:
-            return split_of_fisher(given)
-        return given.found_split() if self.loss is None else given.given_split(each=True)
 
 
 @dataclass(frozen=True, repr=False)
@@ -637,7 +613,7 @@ class Largest(Transform):
             (values.sqrt().to(x).reshape(k, *[1] * (x.ndim - 1)) * x).to(kind.dtype)
             for x, kind in zip(vectors, space.kinds, strict=True)
         ]
-        return Eigenpairs(repr(self), space, Formed(rows, images), values, rows, bounds, of_samples=False), aux
+        return Eigenpairs(repr(self), space, formed(rows, images), values, rows, bounds, of_samples=False), aux
 
 
 def inside_of_torch_func() -> ArgumentError:

@@ -2,35 +2,273 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterable, Sequence
+from contextlib import AbstractContextManager, ExitStack, nullcontext
+from dataclasses import dataclass, field, replace
 from functools import cached_property
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
 from torch.autograd import forward_ad
+from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.overrides import TorchFunctionMode
 
 from invfunc import thresholds, tree
-from invfunc._torch.functorch import dispatched, dual_level, listening, set_graph, version
+from invfunc._torch.functorch import (
+    dispatched,
+    dual_level,
+    grad_level,
+    level_of,
+    levels,
+    listening,
+    set_graph,
+    transforming,
+    version,
+)
 from invfunc._torch.generators import set_states, state_of
 from invfunc._torch.graphs import nodes_of
 from invfunc._torch.opened import Uncompiled
 from invfunc._torch.values import near, same_values
-from invfunc.arguments.problem import BoundProblem, InDims, batch_dims, batch_size, check_params, problem, with_aux
-from invfunc.core import split as core
-from invfunc.core.columns import lost
+from invfunc.arguments.problem import (
+    BoundProblem,
+    batch_dims,
+    batch_size,
+    check_numbers,
+    check_params,
+    problem,
+    with_aux,
+)
+from invfunc.core import columns as core
+from invfunc.core.columns import CRITERIA, Finder, Output, lost, marked_for
 from invfunc.core.marks import LEAF, SUMMED, Mark, Node, Unsupported, know, option
 from invfunc.core.refusals import refused_by
 from invfunc.core.run import Run
-from invfunc.core.split import CRITERIA, Axis, Finder, Output, marked_for
 from invfunc.errors import ArgumentError, unreached, written
-from invfunc.loss.hessian import by_rows, hessian, softmax_product, structured
-from invfunc.operations.second_derivatives import TwiceDifferentiable
-from invfunc.products.maps import Kind, Pull, Scope, Vectors
-from invfunc.reductions.quantity import Drawing
+from invfunc.loss.hessian import by_rows, hessian, pulled_back, pulled_rows, softmax_product, structured
+from invfunc.loss.square_root import FormedColumns
+from invfunc.operations.forms import TwiceDifferentiable
+
+Vectors = list[torch.Tensor | None]
+"""A tensor for each input, or for each output; None stands for zeros."""
+
+
+class Scope:
+    """A context in which derivatives are taken: in plain autograd, or inside of torch.func in a level of our own.
+
+    `enter` makes a tensor differentiable, and `leave` gives its value to the outside: with derivatives in what the
+    caller differentiates, and without those that are taken in here.
+    """
+
+    twice = False
+
+    def __init__(self, tensors: Iterable[torch.Tensor]) -> None:
+        tensors, self.outside, self.wanted = list(tensors), torch.is_grad_enabled(), False
+        """Flags: gradients are on, and the caller can differentiate the result by plain autograd."""
+        check_numbers(tensors)
+        for x in tensors:
+            self.wanted = self.wanted or (self.outside and x.requires_grad)
+        self.plain = not transforming()
+        self.level = 0
+        self._stack = ExitStack()
+        self._enter: Callable[[torch.Tensor], torch.Tensor]
+        self._leave: Callable[[torch.Tensor], torch.Tensor]
+
+    def __enter__(self) -> Scope:
+        if torch.is_inference_mode_enabled():
+            self._stack.enter_context(torch.inference_mode(False))
+        self._stack.enter_context(torch.enable_grad())
+        if self.wanted or not self.plain:  # the fused kernels of attention have no second derivative
+            self._stack.enter_context(sdpa_kernel(SDPBackend.MATH))
+        if not self.plain:
+            self._enter, self._leave = self._stack.enter_context(grad_level())
+            self.level = levels()[-1][1]
+        return self
+
+    def __exit__(self, *error: Any) -> None:
+        self._stack.close()
+
+    @property
+    def create_graph(self) -> bool:
+        return self.wanted or not self.plain
+
+    def closes_over(self, x: torch.Tensor) -> None:
+        """Note a constant of the function: one that requires grad makes the result require it too."""
+        if self.plain and self.outside and x.requires_grad and level_of(x) is None:
+            self.wanted = True
+
+    def enter(self, x: torch.Tensor) -> torch.Tensor:
+        if not self.plain:
+            return self._enter(x)
+        x = x.clone() if x.is_inference() else x
+        return x.view_as(x) if self.wanted and x.requires_grad else x.detach().requires_grad_()
+
+    def entered(self, tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+        """Several tensors, differentiable."""
+        if not self.plain or self.wanted:
+            return [*map(self.enter, tensors)]
+        return [(x.clone() if x.is_inference() else x.detach()).requires_grad_() for x in tensors]
+
+    def alias(self, x: torch.Tensor) -> torch.Tensor:
+        """A tensor with the value of x that is another object."""
+        if x.is_inference():
+            return x.clone()
+        return x.detach() if self.plain and not self.wanted else x.view_as(x)
+
+    def leave(self, x: torch.Tensor) -> torch.Tensor:
+        if not self.plain:
+            return self._leave(x)
+        return x if self.wanted else x.detach()
+
+    def result(self, value: Any) -> Any:
+        """The value for the caller."""
+        return tree.map_tensors(lambda x: self.leave(x) if self.outside else self.leave(x).detach(), value)
+
+    def grad(
+        self,
+        outputs: Sequence[torch.Tensor | None],
+        inputs: Sequence[Any],
+        cotangents: Sequence[torch.Tensor | None],
+        *,
+        batched: bool = True,
+        create_graph: bool | None = None,
+        keep: bool = True,
+    ) -> Vectors:
+        """Vector-Jacobian products, None of an input without influence; `batched`, cotangents `[V, *output]` give
+        `[V, *input]`. Without `keep`, one product frees the graph on the way."""
+        ys, columns = list[torch.Tensor](), list[torch.Tensor]()
+        for y, c in zip(outputs, cotangents, strict=True):
+            if y is not None and c is not None and y.requires_grad:
+                ys.append(y)
+                columns.append(c)
+        if not ys or not inputs or (batched and not len(columns[0])):
+            return [None] * len(inputs)
+        graph = self.wanted or not self.plain if create_graph is None else create_graph
+        if not batched:
+            return [*pulled_back(ys, inputs, columns, retain_graph=keep or graph, create_graph=graph)]
+        return pulled_rows(ys, inputs, columns, graph, self.plain and not graph)
+
+
+@dataclass(frozen=True)
+class Pull:
+    """A way to evaluate the steps of a map: each is a vector-Jacobian product on a graph that is there already."""
+
+    scope: Scope
+    batched: bool = False
+    """True for several vectors, along a first axis."""
+    graph: bool = False
+    """True if the result is differentiated again."""
+    keep: bool = True
+    """True if the graph serves once more; without, it is freed on the way."""
+
+    def __call__(self, outputs: Sequence[torch.Tensor | None], inputs: list, cotangents: Vectors) -> Vectors:
+        options = {"batched": self.batched, "create_graph": self.graph, "keep": self.keep}
+        return self.scope.grad(outputs, inputs, cotangents, **options)
+
+
+Steps = Callable[[Vectors, Pull], Vectors]
+
+
+class Kind(NamedTuple):
+    """Shape, dtype and device of a tensor."""
+
+    shape: torch.Size
+    dtype: torch.dtype
+    device: torch.device
+
+    @classmethod
+    def of(cls, x: torch.Tensor) -> Kind:
+        return cls(x.shape, x.dtype, x.device)
+
+    def zeros(self, *lead: int) -> torch.Tensor:
+        return torch.zeros((*lead, *self.shape), dtype=self.dtype, device=self.device)
+
+
+class Direction(NamedTuple):
+    """A map in one direction, and what it gives."""
+
+    steps: Steps
+    into: list[Kind]
+
+
+@dataclass(frozen=True, eq=False)
+class Linear:
+    """A linear map of lists of tensors, with its transpose."""
+
+    scope: Scope
+    mode: TwiceDifferentiable
+    there: Direction
+    back: Direction
+    """The map in the other direction, which is the same one if the map is symmetric."""
+
+    @property
+    def transposed(self) -> Linear:
+        return replace(self, there=self.back, back=self.there)
+
+    def __call__(self, vectors: list[torch.Tensor], lead: int = 0, keep: bool = True) -> list[torch.Tensor]:
+        """The image of a vector; `lead` axes in front count several of them."""
+        here = Scope(vectors)
+        outside = here.outside
+        with torch.inference_mode(False), torch.set_grad_enabled(outside):
+            vectors = [x.clone() if x.is_inference() else x for x in vectors]
+            if self.scope.create_graph:  # it depends on what the caller may differentiate
+                graph = outside or not self.scope.plain
+                with torch.set_grad_enabled(graph):
+                    found = self.evaluated(vectors, lead, graph)
+                return found if outside else [x.detach() for x in found]
+            if here.plain and not here.wanted:
+                with torch.no_grad():
+                    return self.evaluated(vectors, lead, keep=keep)
+            return list(_Applied.apply(self, lead, *vectors))
+
+    @torch.no_grad()
+    def taken(self, vectors: list[torch.Tensor]) -> list[torch.Tensor | None]:
+        """The image of a vector, but None where its numbers were taken as they came, or are zeros; once only."""
+        with torch.inference_mode(False), self.mode.back(vectors[0].device):
+            return self.there.steps([*vectors], Pull(self.scope, keep=False))
+
+    def evaluated(
+        self, vectors: Sequence[torch.Tensor], lead: int, graph: bool = False, keep: bool = True
+    ) -> list[torch.Tensor]:
+        count = vectors[0].shape[:lead]
+        if 0 in count:
+            return [kind.zeros(*count) for kind in self.there.into]
+        flat: Vectors = [x.flatten(0, lead - 1) for x in vectors] if lead > 1 else [*vectors]
+        with self.mode.back(vectors[0].device):
+            found = self.there.steps(flat, Pull(self.scope, lead > 0, graph, keep))
+        if lead > 1:
+            found = [x if x is None else x.unflatten(0, count) for x in found]
+        return [k.zeros(*count) if x is None else x for x, k in zip(found, self.there.into, strict=True)]
+
+
+class _Applied(torch.autograd.Function):
+    """A map as one operation of torch: it is its own derivative, so that its graph needs no derivatives."""
+
+    @staticmethod
+    def forward(linear: Linear, lead: int, *vectors: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        return tuple(x.clone() for x in linear.evaluated(vectors, lead))  # none may be one of the vectors
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple, output: Any) -> None:
+        ctx.linear, ctx.lead = inputs[:2]
+
+    @staticmethod
+    def backward(ctx: Any, *cotangents: torch.Tensor) -> tuple:
+        return None, None, *_Applied.apply(ctx.linear.transposed, ctx.lead, *cotangents)
+
+    @staticmethod
+    def jvp(ctx: Any, _linear: None, _lead: None, *tangents: torch.Tensor) -> tuple:
+        return _Applied.apply(ctx.linear, ctx.lead, *tangents)
+
+    @staticmethod
+    def vmap(info: Any, in_dims: tuple, linear: Linear, lead: int, *vectors: torch.Tensor) -> tuple:
+        size = info.batch_size
+        moved = [
+            x.expand(size, *x.shape) if dim is None else x.movedim(dim, 0)
+            for x, dim in zip(vectors, in_dims[2:], strict=True)
+        ]
+        found = _Applied.apply(linear, lead + 1, *moved)
+        return found, (0,) * len(found)
 
 
 @dataclass
@@ -50,6 +288,10 @@ class ScopedSplit(core.Split):
         wanted = {r.node for r in self.roots if r.value.requires_grad}
         if self.roots and wanted.isdisjoint(nodes_of([self.result], wanted)):
             raise unreached()
+
+    def gradient(self) -> FormedColumns:
+        """The gradient in the outputs; in the losses of the samples, where these are the outputs, it is 1."""
+        return super().gradient() if self.roots else FormedColumns({0: torch.ones_like(self.result)[None, :, None]})
 
     def slopes(self) -> Vectors:
         """The gradient of the result in the outputs, as a function of them."""
@@ -99,7 +341,7 @@ class ScopedSplit(core.Split):
         for x, y, d in zip(plain, turned, dims, strict=True):
             if x is not None and y is not None and not near(signed(x, d), y.detach(), x.detach().abs().amax()):
                 return 1, roots
-        return n, [Output(r.ordinal, r.value, Axis(d)) for r, d in zip(roots, dims, strict=True)]
+        return n, [Output(r.ordinal, r.value, (d - r.value.ndim, 1, 1)) for r, d in zip(roots, dims, strict=True)]
 
 
 States = list[tuple[torch.Generator, torch.Tensor]]
@@ -109,21 +351,12 @@ States = list[tuple[torch.Generator, torch.Tensor]]
 class ProductArguments:
     """The arguments of one call, and the scope in which its derivatives are taken."""
 
-    def __init__(
-        self,
-        f: Callable,
-        loss: Callable | None,
-        args: tuple,
-        kwargs: dict[str, Any],
-        names: Sequence[str],
-        in_dims: InDims = 0,
-        out_dims: int = 0,
-        has_aux: bool = False,
-        drawing: Drawing | None = None,
-    ) -> None:
-        self.f, self.loss, self.args, self.kwargs, self.names = f, loss, args, kwargs, names
-        self.in_dims, self.out_dims, self.has_aux, self.drawing = in_dims, out_dims, has_aux, drawing
-        if len(args) < 1 + (loss is not None):
+    def __init__(self, t: Any, args: tuple, kwargs: dict[str, Any], names: Sequence[str]) -> None:
+        """Of a transform t with a function, a loss or None, dims and a drawing of columns or None."""
+        self.f, self.loss, self.has_aux = t.f, t.loss, t.has_aux
+        self.in_dims, self.out_dims, self.drawing = t.in_dims, t.out_dims, t.drawing
+        self.args, self.kwargs, self.names = args, kwargs, names
+        if len(args) < 1 + (self.loss is not None):
             raise ArgumentError("arguments are missing: the parameters come first, and the target last for a loss.")
         self.leaves, self.structure = check_params(args[0], names, 0)
         if not self.leaves:
@@ -402,7 +635,6 @@ class Following(Run):
         super().__init__(n, False)
         self.scope, self.level, self.alone = scope, scope.level or None, False
         self.criterion = self.finder = finder
-        finder.n = n
 
     def leaf(self, i: int, p: torch.Tensor) -> torch.Tensor:
         leaf = self.scope.enter(p)
@@ -412,7 +644,7 @@ class Following(Run):
 
     def samples(self, x: torch.Tensor, axis: Any) -> torch.Tensor:
         y = self.scope.alias(x)
-        know(y, Mark(self.token, (axis.dim - y.ndim, 1, 1), y.requires_grad))
+        know(y, Mark(self.token, axis, y.requires_grad))
         return y
 
     def alias(self, x: torch.Tensor) -> torch.Tensor:

@@ -1,1 +1,1 @@
-"""The statistics: one public transform a file."""
+"""The statistics: public transforms with their formulas, of the gradient, of columns, and of Kronecker factors."""

@@ -16,15 +16,13 @@ import torch.nn.functional as F
 from invfunc import thresholds
 from invfunc._torch.functorch import undispatched, unwatched
 from invfunc.arguments.problem import BoundProblem
-from invfunc.core.columns import lost, split
+from invfunc.core.columns import Finder, lost, marked_for, split
 from invfunc.core.marks import DERIVED, Known, Node
 from invfunc.core.run import Run
 from invfunc.core.shares import Shares
-from invfunc.core.split import Finder, marked_for
-from invfunc.core.uses import WHOLE, Block, Expanded, Grown, ProductUse, TableRows, Use
+from invfunc.core.uses import WHOLE, Block, Expanded, ProductUse, TableRows, Use
 from invfunc.linear_algebra.contract import joined, summed
-from invfunc.structure.labels import LabelRows, Labels, coordinates
-from invfunc.structure.rules import NONE, core
+from invfunc.structure.labels import NONE, LabelRows, Labels, coordinates, core
 
 
 def sites_of(uses: Sequence[Use]) -> list[int]:
@@ -113,10 +111,15 @@ def _over_outs(rows: torch.Tensor, entries: torch.Tensor) -> torch.Tensor:
     return flat.view(rows.shape)
 
 
-class StructureLook:
-    """A look at a run of one sample."""
+class StructureLook(Run):
+    """A run of one sample, in which labels are followed."""
 
-    def __init__(self) -> None:
+    output: torch.Tensor
+    """The output of the model."""
+
+    def __init__(self, uses: Sequence[Use]) -> None:
+        """`uses` are those of all samples."""
+        super().__init__(1, deep=False)
         self.labels = Labels()
         self.inputs = self.labels.root(3)
         self.frames: list[Frame] = []
@@ -124,9 +127,8 @@ class StructureLook:
         """The roots that start at what an operation reads, by the number of its first use."""
         self.layouts: dict[int, torch.Tensor | None] = {}
         """The entries of the result of its operation at each position of a use, `[outs, positions]`."""
-        self.run: One
-        self.output: torch.Tensor
-        """The output of the model."""
+        self.read, self.edges = dict[int, torch.Tensor](), dict[int, int]()
+        self.grown = {i: use for i, use in enumerate(uses) if use.grown}
 
     def frame(self, sites: frozenset[int], first: frozenset[int], base: LabelRows, **options: bool) -> Frame:
         """Add a frame."""
@@ -138,68 +140,47 @@ class StructureLook:
         """Add a root at what an operation reads."""
         return self.starts.setdefault(use, self.labels.root(3))
 
-    def of(self, problem: BoundProblem, uses: Sequence[Use]) -> None:
-        """Run the function on the first sample; `uses` are those of all."""
+    def of(self, problem: BoundProblem) -> None:
+        """Run the function on the first sample."""
         own = problem.chunk(slice(0, 1), 1)
-        self.run = run = One(self, uses)
-        run.criterion = None if own.loss is not None else Finder()
-        run.alone = False
-        leaves = [run.leaf(i, p) for i, p in enumerate(own.leaves)]
+        self.criterion = None if own.loss is not None else Finder()
+        self.alone = False
+        leaves = [self.leaf(i, p) for i, p in enumerate(own.leaves)]
         device = own.leaves[0].device.type
         auto = torch.is_autocast_enabled(device)
         kind = torch.get_autocast_dtype(device) if auto else None
-        with torch.enable_grad(), marked_for(run.criterion), self.labels:
+        with torch.enable_grad(), marked_for(self.criterion), self.labels:
             with torch.autocast(device, kind, cache_enabled=False) if auto else nullcontext():
-                out, _ = own.call(run, leaves)
-                out = out if own.loss is None else lost(own, run, out)
-        (root,) = split(run, out).roots
+                out, _ = own.call(self, leaves)
+                out = out if own.loss is None else lost(own, self, out)
+        (root,) = split(self, out).roots
         self.output = root.source
 
-    def used(self, site: int, out: torch.Tensor, layouts: Sequence[torch.Tensor | None]) -> None:
-        """Keep the boxes of what came out where parameters have met samples, in all frames."""
-        found = {f.root: f.used(self.labels, site, out, layouts) for f in self.frames if site in f.sites}
-        if found:
-            self.labels.write(out, found)
-
-    def rows(self, x: torch.Tensor, root: LabelRows) -> torch.Tensor:
+    def labels_of(self, x: torch.Tensor, root: LabelRows) -> torch.Tensor:
         """The labels of the entries of a tensor of the run, `[2, k, entries]`."""
         rows = self.labels.of(x, root)
         return x.new_full((2, root.axes, x.numel()), NONE, dtype=torch.float32) if rows is None else rows.flatten(2)
 
-
-class One(Run):
-    """A run of one sample, of which a look is taken."""
-
-    def __init__(self, look: StructureLook, uses: Sequence[Use]) -> None:
-        """`uses` are those of all samples."""
-        super().__init__(1, deep=False)
-        self.look_taken, self.read, self.edges = look, dict[int, torch.Tensor](), dict[int, int]()
-        self.grown = {i: use for i, use in enumerate(uses) if isinstance(use, Grown)}
+    # In the run
 
     def samples(self, x: torch.Tensor, axis: Any) -> torch.Tensor:
-        look = self.look_taken
         with undispatched():
             x = super().samples(x.clone(), axis)
-            look.labels.set(x, look.inputs, coordinates(x, look.inputs.axes))
+            self.labels.set(x, self.inputs, coordinates(x, self.inputs.axes))
         return x
 
     def meet(self, func: Any, rule: Any, args: tuple, kwargs: dict, data: list[Known], params: list[Known]) -> Any:
-        look, first = self.look_taken, len(self.uses)
-        if (root := look.starts.get(first)) is not None:
+        first = len(self.uses)
+        if (root := self.starts.get(first)) is not None:
             self.read[first] = x = data[0][0]
             with undispatched():
-                look.labels.set(x, root, coordinates(x, root.axes))
+                self.labels.set(x, root, coordinates(x, root.axes))
         out = super().meet(func, rule, args, kwargs, data, params)
         met: dict[int, list[int]] = {}
         for i, use in enumerate(self.uses[first:], first):
-            site = self.edges.setdefault(id(use.edge), len(self.edges))
-            met.setdefault(site, []).append(i)
-        if isinstance(out, torch.Tensor):
-            with undispatched(), unwatched(), torch.no_grad():
-                for site, uses in met.items():
-                    for i in uses:
-                        look.layouts[i] = self.layout(self.uses[i], out)
-                    look.used(site, out, [look.layouts[i] for i in uses])
+            met.setdefault(self.edges.setdefault(id(use.edge), len(self.edges)), []).append(i)
+        for site, uses in met.items() if isinstance(out, torch.Tensor) else ():
+            self._label(site, out, uses)
         return out
 
     def grown_at(self, node: Node, shape: Any, before: Any) -> int | None:
@@ -209,13 +190,19 @@ class One(Run):
     def use(self, use: Use, edge: Any, end: bool = True) -> None:
         super().use(use, edge, end)
         site = self.edges.setdefault(id(edge), len(self.edges))
-        if isinstance(use, Grown):
-            with undispatched(), unwatched(), torch.no_grad():
-                number = len(self.uses) - 1
-                self.look_taken.layouts[number] = layout = self.layout(use, edge)
-                self.look_taken.used(site, edge, [layout])
+        if use.grown:
+            self._label(site, edge, [len(self.uses) - 1])
 
-    def layout(self, use: Use, out: torch.Tensor) -> torch.Tensor | None:
+    def _label(self, site: int, out: torch.Tensor, uses: list[int]) -> None:
+        """Keep the boxes of what came out where parameters have met samples, in all frames."""
+        with undispatched(), unwatched(), torch.no_grad():
+            self.layouts |= {i: self._layout(self.uses[i], out) for i in uses}
+            layouts = [self.layouts[i] for i in uses]
+            found = {f.root: f.used(self.labels, site, out, layouts) for f in self.frames if site in f.sites}
+            if found:
+                self.labels.write(out, found)
+
+    def _layout(self, use: Use, out: torch.Tensor) -> torch.Tensor | None:
         """The entries of a result `[outs, positions]` that meet what is read at a position."""
         use.d = torch.arange(out.numel(), device=out.device).reshape(1, *out.shape)
         found = sent(use, self, read=False)

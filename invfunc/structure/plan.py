@@ -21,22 +21,20 @@ from invfunc.core.ways import is_fault
 from invfunc.loss.square_root import Columns
 from invfunc.plan import even
 from invfunc.reductions.reduction import Shortcuts
-from invfunc.structure.groups import Colouring, Groups, Placed, grouped, hulls, members_of, positions_of
+from invfunc.structure.columns import (
+    Bottleneck,
+    Colouring,
+    Groups,
+    Narrowed,
+    grouped,
+    hulls,
+    members_of,
+    operations,
+    paths,
+    positions_of,
+)
+from invfunc.structure.labels import NONE
 from invfunc.structure.look import Frame, StructureLook, Told, sites_of
-from invfunc.structure.narrow import Bottleneck, BottleneckBlocks, Narrowed, operations, paths
-from invfunc.structure.rules import NONE
-
-
-@dataclass
-class Source:
-    """Groups of columns where they come in: at the outputs, or at a bottleneck."""
-
-    rank: int
-    rows: int
-    count: int
-    ids: torch.Tensor
-    x: torch.Tensor
-    """The tensor of the run of one sample that they are at."""
 
 
 @dataclass
@@ -54,10 +52,13 @@ class Reach:
 class Stage:
     """The part between where columns come in and a bottleneck, or the end, with what is read nowhere else."""
 
+    groups: Groups
+    x: torch.Tensor
+    """The tensor that the columns come in at."""
     reaches: list[Reach]
     cost: float
-    end: BottleneckBlocks | None = None
-    """The blocks at the bottleneck, where fewer columns are left."""
+    end: Narrowed | None = None
+    """The columns at the bottleneck, where fewer are left."""
 
 
 @dataclass
@@ -118,8 +119,7 @@ class Structure:
         self._prepare(bottlenecks)
         if not self._looked():
             return None
-        source = Source(groups.rank, groups.rows, groups.count, groups.ids, self.look.output)
-        ways = [self._way(stages) for stages in self._ways(frozenset(), source, bottlenecks)]
+        ways = [*map(self._way, self._ways(frozenset(), groups, self.x, self.look.output, bottlenecks))]
         best = min(ways, key=lambda way: (way.cost, len(way.stages)))
         return best if best.cost < thresholds.PAYS else None
 
@@ -137,7 +137,7 @@ class Structure:
 
     def _prepare(self, bottlenecks: list[Bottleneck]) -> None:
         """Set what is looked for: labels at each bottleneck, and frames where positions may be told apart."""
-        self.look = look = StructureLook()
+        self.look = look = StructureLook(self.run.uses)
         self.at = {b: look.at(b.use) for b in bottlenecks}
         self.whole = self.last = None
         self.frames = {}
@@ -149,8 +149,7 @@ class Structure:
             return look.frame(sites, sites - over, base, one=self.shortcuts == "positions")
 
         top = frozenset({max(self.everything)})
-        if self.shortcuts != "narrow":
-            self.last = look.frame(top, top, look.inputs, hulls=False)
+        self.last = look.frame(top, top, look.inputs, hulls=False)
         if all(p == 1 for use, p in zip(self.run.uses, self.positions, strict=True) if isinstance(use, ProductUse)):
             return  # then all that is read is read together
         self.whole = frame(self.everything, look.inputs)
@@ -161,14 +160,14 @@ class Structure:
         after = [(g, state_of(g)) for g in torchs_own()]
         try:
             set_states(self.run.states)
-            self.look.of(self.problem, self.run.uses)
+            self.look.of(self.problem)
         except Exception as error:  # whatever one sample alone leads f to
             if is_fault(error):
                 raise
             return False
         finally:
             set_states(after)
-        one, z = self.look.run, self.look.output
+        one, z = self.look, self.look.output
         if z.numel() * self.n != self.x.numel() or len(one.uses) != len(self.run.uses):
             return False
         pairs = zip(self.run.uses, one.uses, strict=True)
@@ -184,41 +183,52 @@ class Structure:
 
     # All ways
 
-    def _ways(self, above: frozenset[int], source: Source, bottlenecks: list[Bottleneck]) -> Iterator[list[Stage]]:
-        """The stages below some sites, to the end or through some of the bottlenecks."""
+    def _ways(
+        self,
+        above: frozenset[int],
+        groups: Groups,
+        x: torch.Tensor,
+        one: torch.Tensor,
+        bottlenecks: list[Bottleneck],
+    ) -> Iterator[list[Stage]]:
+        """The stages below some sites, to the end or through some of the bottlenecks.
+
+        The columns come in at x, in the run of one sample at `one`.
+        """
         sites = self.everything - above
-        yield [self._stage(source, sites, self.whole)]
+        yield [self._stage(groups, x, one, sites, self.whole)]
         for k, bottleneck in enumerate(bottlenecks):
-            stage = self._stage(source, sites - bottleneck.below, self.frames.get(bottleneck))
-            blocks = stage.end = self._blocks(source, bottleneck, first=not above)
-            size = (1 if blocks.shared and self.groups.alike else self.n) * blocks.numbers
+            stage = self._stage(groups, x, one, sites - bottleneck.below, self.frames.get(bottleneck))
+            read = self.look.read[bottleneck.use]
+            places, members = self._blocks(groups, one, read, bottleneck)
+            shared = not above and self.shared[bottleneck]
+            end = stage.end = Narrowed(groups, x, self.n, (one, read), bottleneck, places, members, shared)
+            size = (1 if shared and self.groups.alike else self.n) * end.count * end.most * end.width
             if size > thresholds.FACTORED:
                 continue
-            runs, crossed = 1 if blocks.shared else self.n, sum(self.work[s] for s in sites - bottleneck.below)
-            stage.cost += thresholds.FACTORED_COST * size * blocks.width + runs * blocks.width * crossed
-            x = self.look.run.read[bottleneck.use]
-            below = Source(blocks.rank, blocks.rank, len(blocks.places), blocks.ids, x)
-            for rest in self._ways(self.everything - bottleneck.below, below, bottlenecks[k + 1 :]):
+            crossed = sum(self.work[s] for s in sites - bottleneck.below)
+            stage.cost += thresholds.FACTORED_COST * size * end.width + end.runs * end.width * crossed
+            for rest in self._ways(self.everything - bottleneck.below, end, bottleneck.x, read, bottlenecks[k + 1 :]):
                 yield [stage, *rest]
 
     def _way(self, stages: list[Stage]) -> Shortcut:
         closed = self.closed if self.closed is not None else frozenset[int]()
         dense = frozenset(self.sites) - closed.union(*(r.leaves for stage in stages for r in stage.reaches))
-        touched = frozenset[int]().union(*(self.sites[i] for i in dense))
-        cost = sum(s.cost for s in stages) + self.total * self.n * sum(self.work[s] for s in touched)
+        cost = sum(s.cost for s in stages) + self.total * self.n * sum(self.work[s] for s in self._touched(dense))
         return Shortcut(closed, stages, dense, cost / self.all_cost)
 
-    def _stage(self, source: Source, crossed: frozenset[int], frame: Frame | None) -> Stage:
+    def _stage(
+        self, groups: Groups, x: torch.Tensor, one: torch.Tensor, crossed: frozenset[int], frame: Frame | None
+    ) -> Stage:
         leaves = frozenset(i for i, own in self.sites.items() if own <= crossed) - (self.closed or frozenset())
-        every, own = source.rank * source.count, [*crossed]
+        every, own = groups.rank * groups.count, [*crossed]
         told = frozenset(i for i in leaves if self._layout(i) is not None)
-        boxes = self._boxes(source, frame) if frame is not None and told else None
+        boxes = self._boxes(groups, one, frame) if frame is not None and told else None
         colouring = None if boxes is None or bool((boxes == boxes[:, :, :1]).all()) else Colouring(boxes)
-        passes = every if colouring is None else source.rank * colouring.passes
+        passes = every if colouring is None else groups.rank * colouring.passes
         if colouring is None or passes >= every:
-            return (
-                Stage([Reach(leaves, None, None, every)], self._cost(leaves, own, every)) if leaves else Stage([], 0.0)
-            )
+            reaches = [Reach(leaves, None, None, every)] if leaves else []
+            return Stage(groups, x, reaches, self._cost(leaves, own, every))
         assert frame is not None
         reaches = [Reach(told, frame, colouring, passes)]
         cost = self._cost(told, own, passes) * thresholds.SHARED
@@ -226,7 +236,7 @@ class Structure:
         if others := leaves - told:
             reaches.append(Reach(others, None, None, every))
             cost += self._cost(others, own, every)
-        return Stage(reaches, cost)
+        return Stage(groups, x, reaches, cost)
 
     def _touched(self, leaves: frozenset[int]) -> frozenset[int]:
         return frozenset[int]().union(*(self.sites[i] for i in leaves))
@@ -237,24 +247,22 @@ class Structure:
         work = self.n / 2 * sum(self.work[s] for s in [*self._touched(leaves), *crossed])
         return passes * (work + thresholds.COLUMN)
 
-    def _boxes(self, source: Source, frame: Frame) -> torch.Tensor:
+    def _boxes(self, groups: Groups, one: torch.Tensor, frame: Frame) -> torch.Tensor:
         """The boxes of the groups, `[2, k, groups]`."""
-        found = hulls(self.look.rows(source.x, frame.root), source.ids)
-        return torch.nn.functional.pad(found, (0, source.count - found.shape[2]), value=NONE)
+        found = hulls(self.look.labels_of(one, frame.root), groups.ids)
+        return torch.nn.functional.pad(found, (0, groups.count - found.shape[2]), value=NONE)
 
-    def _blocks(self, source: Source, bottleneck: Bottleneck, first: bool) -> BottleneckBlocks:
-        """Blocks of the entries at a bottleneck, with their rows."""
+    def _blocks(
+        self, groups: Groups, one: torch.Tensor, read: torch.Tensor, bottleneck: Bottleneck
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """The entries of each block at a bottleneck, and the groups of columns that reach it."""
         root = self.at[bottleneck]
-        shared = first and self.shared[bottleneck]
-        found = Colouring(hulls(self.look.rows(source.x, root), source.ids))
+        found = Colouring(hulls(self.look.labels_of(one, root), groups.ids))
         if found.count == 1 and len(found.codes) > 1:
-            rows = self.look.rows(self.look.run.read[bottleneck.use], root)
-            places = members_of(found.placed(rows).cells(range(1))[0], len(found.codes), bottleneck.width)
-            members = members_of(found.box, len(found.codes), -1)
-            return BottleneckBlocks(bottleneck, places, members, members.shape[1] * source.rows, shared)
+            cells = found.placed(self.look.labels_of(read, root))(range(1))[0]
+            return members_of(cells, len(found.codes), bottleneck.width), members_of(found.box, len(found.codes), -1)
         device = self.x.device
-        places, groups = (torch.arange(size, device=device)[None] for size in (bottleneck.width, source.count))
-        return BottleneckBlocks(bottleneck, places, groups, source.rows * source.count, shared)
+        return torch.arange(bottleneck.width, device=device)[None], torch.arange(groups.count, device=device)[None]
 
     @cached_property
     def shared(self) -> dict[Bottleneck, bool]:
@@ -325,7 +333,7 @@ class Structure:
             return None
         if self.last is None or self.groups.diagonal() is None or any(self.sites[i] != {top} for i in own):
             return None
-        rows = self.look.rows(self.look.output, self.last.root)
+        rows = self.look.labels_of(self.look.output, self.last.root)
         ids, some = self.groups.ids, rows[1, 0] > NONE
         entry, group = rows[1, 0][some].long(), torch.full_like(self.last.boxes[top][0, 0], -1, dtype=torch.long)
         if not torch.equal(-rows[0], rows[1]) or len(entry.unique()) < len(entry):
@@ -354,15 +362,8 @@ class Structure:
 
     def taken(self, way: Shortcut, reduce: Reduce) -> bool:
         """Reduce all parameters; False, before anything is reduced, if columns at a bottleneck cannot be had."""
-        ready, groups, x, one = [], self.groups, self.x, self.look.output
-        for stage in way.stages:
-            ready.append((stage, groups, x))
-            if stage.end is not None:
-                below = self.look.run.read[stage.end.bottleneck.use]
-                groups = Narrowed(groups, x, self.n, (one, below), stage.end)
-                if groups.triangles is None:
-                    return False
-                x, one = stage.end.bottleneck.x, below
+        if any(stage.end is not None and stage.end.triangles is None for stage in way.stages):
+            return False
         if way.closed:
             diagonal = self.groups.diagonal()
             assert diagonal is not None
@@ -372,12 +373,12 @@ class Structure:
             for leaf, shares in self._pulled(self.x, columns, way.closed):
                 reduce(leaf, Told(shares, None, 1) if squares else shares)
             self.run.of_hessian = False
-        for stage, groups, x in ready:
+        for stage in way.stages:
             for reach in stage.reaches:
                 if reach.colouring is None:
-                    self._every(groups, x, reach.leaves, reduce)
+                    self._every(stage.groups, stage.x, reach.leaves, reduce)
                 else:
-                    self._shared(groups, x, reach, reduce)
+                    self._shared(stage.groups, stage.x, reach, reduce)
         if way.dense:
             self._every(self.groups, self.x, way.dense, reduce)
         return True
@@ -422,7 +423,7 @@ class Structure:
         klass, copy = (torch.where(ids < 0, -1, of[ids]) for of in (colouring.klass, colouring.copy))
         largest = max(self.sizes[s] for s in self._touched(reach.leaves)) * self.n
         most, width = max(1, thresholds.TOGETHER // largest), colouring.copies * groups.rank
-        placed: dict[int, Placed] = {}
+        cells: dict[int, Callable[[range], torch.Tensor]] = {}
         if width <= most:
             ranges = [(range(a, b), 0, groups.rank) for a, b in even(colouring.count, most // width)]
         else:
@@ -438,9 +439,9 @@ class Structure:
                 if self.shortcuts == "positions" or layout.shape[1] == 1:
                     reduce(leaf, shares)
                     continue
-                if leaf not in placed:
+                if leaf not in cells:
                     (site,) = self.sites[leaf]
-                    placed[leaf] = colouring.placed(frame.boxes[site][:, :, layout[0]])
-                index = positions_of(placed[leaf].cells(some))
+                    cells[leaf] = colouring.placed(frame.boxes[site][:, :, layout[0]])
+                index = positions_of(cells[leaf](some))
                 each_alone = index.shape == (1, layout.shape[1], 1)  # all positions, in any order
                 reduce(leaf, Told(shares, None if each_alone else index, copies * (b - a)))

@@ -1,33 +1,222 @@
-"""Oracles of the statistics: the plain loops of their docstrings, whole matrices, and Kronecker factors by hooks.
+"""Oracles of the statistics: the plain loops of their docstrings, and whole matrices.
 
-They are slow, and simple enough to be believed; loops and dense matrices are differentiable where an argument requires
-grad, so that they are the oracles of derivatives too.
+They are slow, and simple enough to be believed. All are made of one loop, which pulls one vector back at a time; they
+are differentiable where an argument requires grad, so that they are the oracles of derivatives too.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from functools import cached_property
 from typing import Any
 
 import torch
-from torch.func import grad, jacrev
+import torch.nn.functional as F
 
 from invfunc import tree
-from invfunc.reductions.noise import NoiseScale
+from invfunc.reductions.estimates import NoiseScale
 
 Samples = Any
 """None for all, or the indices of the samples whose shares count, as a list or a tensor."""
+Tensors = list[torch.Tensor]
+Vector = Sequence[torch.Tensor | None]
+"""A tensor for each parameter; None stands for zeros."""
+
+
+class Loop:
+    """The derivatives of one run of f from parameters to `z`, its outputs or losses, and those of a loss of z.
+
+    Each is a backward pass of torch.autograd for one vector. A Jacobian times a vector is the derivative of
+    `u -> J^T u`, a Hessian times a vector that of a gradient.
+    """
+
+    def __init__(
+        self,
+        leaves: Tensors,
+        z: Tensors,
+        loss: torch.Tensor | None = None,
+        n: int | None = None,
+        dim: int = 0,
+        *,
+        deep: bool = False,
+        by_columns: bool = False,
+        back: Callable[[torch.device], AbstractContextManager] = nullcontext,
+    ) -> None:
+        """`loss` is None where z are losses themselves. Samples, of which there are n if that is known, are along an
+        axis of z. With `deep`, all can be differentiated. With `by_columns`, the whole Jacobian is made of columns: of
+        an f that can be differentiated twice, for few parameters; NaN of a sample then is that of no other. Backward
+        passes run in the context `back(device)`."""
+        self.leaves, self.z, self.loss, self.dim = leaves, z, loss, dim
+        self.deep, self.by_columns, self.context = deep, by_columns, back
+        sizes = {x.shape[dim] if -x.ndim <= dim < x.ndim else None for x in z}
+        self.apart = len(sizes) == 1 and (None not in sizes if n is None else n in sizes)
+        self.n: int = z[0].shape[dim] if self.apart else 1
+        """The number of samples that z tells apart."""
+
+    def pulled(self, ys: Sequence[torch.Tensor], xs: Tensors, cotangents: Vector, again: bool = False) -> Tensors:
+        """A vector-Jacobian product; with `again`, it is differentiated further."""
+        pairs = [(y, c.to(y)) for y, c in zip(ys, cotangents, strict=True) if c is not None and y.requires_grad]
+        if not pairs:
+            return [torch.zeros_like(x) for x in xs]
+        y, c = zip(*pairs, strict=True)
+        options = {"retain_graph": True, "create_graph": again or self.deep, "materialize_grads": True}
+        with self.context(xs[0].device):
+            return list(torch.autograd.grad(y, xs, c, **options))
+
+    @cached_property
+    def slope(self) -> Tensors:
+        """The gradient of the loss in z."""
+        ones = [torch.ones_like(x) for x in (self.z if self.loss is None else [self.loss])]
+        return ones if self.loss is None else self.pulled([self.loss], self.z, ones, again=True)
+
+    @cached_property
+    def dummies(self) -> Tensors:
+        """Cotangents u of z."""
+        return [torch.ones_like(x).requires_grad_() for x in self.z]
+
+    @cached_property
+    def rows(self) -> Tensors:
+        """`J^T u`, to be differentiated in u and in the parameters."""
+        return self.pulled(self.z, self.leaves, self.dummies, again=True)
+
+    def forth(self, v: Vector) -> Tensors:
+        """`J v`"""
+        return self.pulled(self.rows, self.dummies, v)
+
+    def back(self, cotangents: Tensors) -> Tensors:
+        """`J^T c`"""
+        return self.pulled(self.z, self.leaves, cotangents)
+
+    def bent(self, t: Tensors) -> Tensors:
+        """`H t`, with the Hessian of the loss in z."""
+        return self.pulled(self.slope, self.z, t)
+
+    def weighed(self, weights: torch.Tensor) -> Tensors:
+        """The gradient of the loss in z times a weight for each sample."""
+        if not self.apart:
+            return [weights.to(c) * c for c in self.slope]
+        return [(weights.to(c) * c.movedim(self.dim, -1)).movedim(-1, self.dim) for c in self.slope]
+
+    def share(self, n: int) -> Tensors:
+        """The gradient `G[n]` of a sample."""
+        return self.back(self.weighed(F.one_hot(torch.tensor(n), self.n)))
+
+    def jacobian(self, ys: Tensors) -> Tensors:
+        """The Jacobian of numbers that the run has computed, row by row: `[numbers, *p]` for each parameter."""
+        rows = [self.pulled([y], self.leaves, [torch.ones_like(y)]) for z in ys for y in z.flatten()]
+        empty = [x.new_zeros(0, *x.shape) for x in self.leaves]
+        return [torch.stack(found) for found in zip(*rows, strict=True)] if rows else empty
+
+    def unit(self, leaf: int, place: int) -> Vector:
+        """The vector with a one at an entry of a parameter."""
+        one = torch.zeros_like(self.leaves[leaf], memory_format=torch.contiguous_format)
+        one.view(-1)[place] = 1
+        return [one if i == leaf else None for i in range(len(self.leaves))]
+
+    @property
+    def entries(self) -> list[tuple[int, int]]:
+        """The entries of the parameters, as the number of the parameter and a place in it."""
+        return [(i, k) for i, x in enumerate(self.leaves) for k in range(x.numel())]
+
+    def columns(self) -> Iterator[Tensors]:
+        """`J e` for each entry of the parameters."""
+        if self.by_columns:
+            yield from (self.forth(self.unit(*entry)) for entry in self.entries)
+            return
+        sizes = [x.numel() for x in self.z]
+        whole = torch.cat([j[:, None].flatten(1) for j in self.jacobian(self.z)], 1)
+        for column in whole.T:
+            yield [c.view(x.shape) for c, x in zip(column.split(sizes), self.z, strict=True)]
+
+    def paired(self, a: Tensors, b: Tensors) -> torch.Tensor:
+        """The inner products of what each sample has at z, `[N]`, in float64."""
+        return torch.stack([(self._flat(x) * self._flat(y)).sum(1) for x, y in zip(a, b, strict=True)]).sum(0)
+
+    def _flat(self, x: torch.Tensor) -> torch.Tensor:
+        x = x.movedim(self.dim, 0) if self.apart else x[None]
+        return x[:, None].flatten(1).cpu().double()
+
+    def shares(self) -> torch.Tensor:
+        """The gradients of the samples, `[N, entries]`."""
+        return self._of_entries(self.paired(t, self.slope) for t in self.columns())
+
+    def ggn(self) -> torch.Tensor:
+        """The diagonals of `J[n]^T H[n] J[n]`, `[N, entries]`."""
+        return self._of_entries(self.paired(t, self.bent(t)) for t in self.columns())
+
+    def hessian(self) -> torch.Tensor:
+        """The diagonals of the Hessians of the losses of the samples, `[N, entries]`; of a loss as a function of the
+        outputs of one sample, while the others stay what they are."""
+        found = self._of_entries(self.paired(self._curved(*entry), self.slope) for entry in self.entries)
+        return found if self.loss is None else found + self.ggn()
+
+    def _curved(self, leaf: int, place: int) -> Tensors:
+        """The second derivative of z along an entry."""
+        slope = self.rows[leaf].flatten()[place]
+        (twice,) = self.pulled([slope], self.leaves[leaf : leaf + 1], [torch.ones_like(slope)], again=True)
+        return self.pulled([twice.flatten()[place]], self.dummies, [torch.ones(())])
+
+    def _of_entries(self, found: Iterator[torch.Tensor]) -> torch.Tensor:
+        rows = list(found)
+        return torch.stack(rows, 1) if rows else torch.zeros(self.n, 0, dtype=torch.float64)
+
+    def each(self, found: torch.Tensor) -> Tensors:
+        """Numbers `[*lead, entries]`, as `[*lead, *p]` of each parameter."""
+        parts = found.split([x.numel() for x in self.leaves], -1)
+        return [part.reshape((*part.shape[:-1], *x.shape)).to(x) for part, x in zip(parts, self.leaves, strict=True)]
+
+
+def loop_of(
+    f: Callable,
+    loss: Callable | None,
+    params: Any,
+    batch: tuple,
+    kwargs: Any = None,
+    at: list[torch.Tensor] | None = None,
+) -> tuple[Loop, Any, Any]:
+    """The loop of `f(params, *batch)`, or with a loss of `f(params, *inputs)` and its target, in all parameters or at
+    some entries of each; the form of what is like the parameters, and that of z."""
+    leaves, form = tree.separate(params)
+    deep = torch.is_grad_enabled() and any(x.requires_grad for x in tree.tensors((params, batch, kwargs)))
+    # a view of its own for each leaf: one leaf may have been computed from another
+    leaves = [x.view_as(x) if deep and x.requires_grad else x.detach().requires_grad_() for x in leaves]
+    leaves, moved = (leaves, leaves) if at is None else at_entries(leaves, at)
+    with torch.enable_grad():
+        found = f(form.join(moved), *(batch if loss is None else batch[:-1]), **(kwargs or {}))
+        z, of = tree.separate(found)
+        z = [x.view_as(x) for x in z]  # one output may have been computed from another
+        value = None if loss is None else loss(of.join(z), batch[-1]).sum()
+    return Loop(leaves, z, value, deep=deep), form, of
+
+
+def at_entries(params: Tensors, places: list[torch.Tensor]) -> tuple[Tensors, Tensors]:
+    """Zeros `[k]` for each parameter, and the parameters with these added at k places, so that derivatives in the zeros
+    are those in these entries."""
+    moves = [p.new_zeros(len(at)).requires_grad_() for p, at in zip(params, places, strict=True)]
+    with torch.enable_grad():
+        full = [
+            p.new_zeros(p.numel()).index_put((at.to(p.device),), move).view(p.shape)
+            for p, at, move in zip(params, places, moves, strict=True)
+        ]
+        return moves, [p.detach() + x for p, x in zip(params, full, strict=True)]
 
 
 def loop_batch_grad(f: Callable, *, samples: Samples = None) -> Callable:
     """The oracle of `batch_grad` for an `[N]`-valued f: entry by entry, `torch.autograd.grad(f(params, *batch)[n])`."""
 
     def oracle(params: Any, *batch: Any, **kwargs: Any) -> Any:
-        run = _Run(f, params, batch, kwargs)
-        rows = zip(*(run.grad(loss) for loss in run.result), strict=True)
-        return run.like_params([_chosen(torch.stack(shares), samples) for shares in rows])
+        loop, form, _ = loop_of(f, None, params, batch, kwargs)
+        rows = [loop.share(n) for n in chosen(torch.arange(loop.n), samples).tolist()]
+        empty = [x.new_zeros(0, *x.shape) for x in loop.leaves]
+        return form.join([torch.stack(shares) for shares in zip(*rows, strict=True)] if rows else empty)
 
     return oracle
+
+
+def chosen(x: torch.Tensor, samples: Samples) -> torch.Tensor:
+    """The samples along axis 0 that count."""
+    return x if samples is None else x[samples]
 
 
 def of_shares(of: Callable, f: Callable, samples: Samples = None) -> Callable:
@@ -146,14 +335,12 @@ def loop_batch_jacobian(f: Callable, *, out_dims: int = 0, samples: Samples = No
     """The oracle of `batch_jacobian`: entry by entry, `torch.autograd.grad(f(params, *inputs)[n, c])`."""
 
     def oracle(params: Any, *inputs: Any, **kwargs: Any) -> Any:
-        run = _Run(f, params, inputs, kwargs)
-
-        def jacobian(z: torch.Tensor) -> Any:
-            z = z.movedim(out_dims, 0)
-            rows = [j.reshape(*z.shape, *p.shape) for j, p in zip(run.jacobian([z]), run.leaves, strict=True)]
-            return run.like_params([_chosen(j, samples) for j in rows])
-
-        return tree.map_tensors(jacobian, run.result)
+        loop, form, of = loop_of(f, None, params, inputs, kwargs)
+        found = []
+        for z in loop.z:
+            z = chosen(z.movedim(out_dims, 0), samples)
+            found.append(form.join([j.reshape(*z.shape, *j.shape[1:]) for j in loop.jacobian([z])]))
+        return of.join(found)
 
     return oracle
 
@@ -196,19 +383,9 @@ def dense_diag_ggn(f: Callable, loss: Callable, *, samples: Samples = None) -> C
     With `samples`, the rows of a sample count as often as it is named (outputs with their samples along axis 0).
     """
 
-    def oracle(params: Any, *inputs: Any, **kwargs: Any) -> Any:
-        *given, target = inputs
-        model = _Run(f, params, tuple(given), kwargs)
-        z = model.result if model.deep else tree.map_tensors(torch.detach, model.result)
-        outer = _Run(lambda z, target: loss(z, target), z, (target,), {})
-        slope = torch.autograd.grad(outer.result.sum(), outer.leaves, create_graph=True, materialize_grads=True)
-        hessian = torch.cat(outer.jacobian(slope), 1)
-        if samples is not None:
-            n = len(slope[0])
-            counts = torch.bincount(torch.arange(n)[samples], minlength=n).to(hessian)
-            hessian = hessian * torch.cat([counts.repeat_interleave(h[0].numel()) for h in slope])
-        diagonals = [torch.einsum("ap,ab,bp->p", j, hessian, j) for j in model.jacobian(tree.leaves(model.result))]
-        return model.like_params([d.reshape(p.shape) for d, p in zip(diagonals, model.leaves, strict=True)])
+    def oracle(params: Any, *batch: Any, **kwargs: Any) -> Any:
+        loop, form, _ = loop_of(f, loss, params, batch, kwargs)
+        return form.join(loop.each(chosen(loop.ggn(), samples).sum(0)))
 
     return oracle
 
@@ -236,45 +413,16 @@ def assert_trees_close(actual: Any, expected: Any, rtol: float, floor: float = 0
         torch.testing.assert_close(x, y, rtol=0, atol=atol, msg=lambda told, where=where: f"{where}: {told}")
 
 
-class _Run:
-    """One call of f, to be differentiated in its parameters; `deep` if what is found is to be differentiated again."""
-
-    def __init__(self, f: Callable, params: Any, batch: tuple, kwargs: dict[str, Any]) -> None:
-        leaves, self.form = tree.separate(params)
-        given = tree.tensors((params, batch, kwargs))
-        self.deep = torch.is_grad_enabled() and any(x.requires_grad for x in given)
-        # a view of its own for each leaf: one leaf may have been computed from another
-        self.leaves = [x.view_as(x) if self.deep and x.requires_grad else x.detach().requires_grad_() for x in leaves]
-        with torch.enable_grad():
-            self.result = f(self.like_params(self.leaves), *batch, **kwargs)
-
-    def like_params(self, leaves: list[torch.Tensor]) -> Any:
-        return self.form.join(leaves)
-
-    def grad(self, y: torch.Tensor) -> Any:
-        if not y.requires_grad:
-            return [torch.zeros_like(x) for x in self.leaves]
-        return torch.autograd.grad(y, self.leaves, retain_graph=True, create_graph=self.deep, materialize_grads=True)
-
-    def jacobian(self, outputs: Any) -> list[torch.Tensor]:
-        """The Jacobian in each parameter, `[numbers in the outputs, numbers in the parameter]`."""
-        rows = [self.grad(y) for z in outputs for y in z.flatten()]
-        empty = [x.new_zeros(0, x.numel()) for x in self.leaves]
-        return [torch.stack([g.flatten() for g in found]) for found in zip(*rows, strict=True)] if rows else empty
-
-
-def _chosen(shares: torch.Tensor, samples: Samples) -> torch.Tensor:
-    return shares if samples is None else shares[samples]
-
-
 def dense_diag_hessian(f: Callable, loss: Callable | None = None) -> Callable:
-    """The oracle of `diag_hessian`: the diagonal of each parameter's block of the whole Hessian, row by row."""
+    """The oracle of `diag_hessian`: the diagonal of each parameter's block of the whole Hessian, entry by entry."""
+
+    def value(params: Any, *batch: Any, **kwargs: Any) -> torch.Tensor:
+        found = f(params, *batch, **kwargs) if loss is None else loss(f(params, *batch[:-1], **kwargs), batch[-1])
+        return found.sum().reshape(1)
 
     def oracle(params: Any, *batch: Any, **kwargs: Any) -> Any:
-        def value(p: Any) -> torch.Tensor:
-            return (f(p, *batch, **kwargs) if loss is None else loss(f(p, *batch[:-1], **kwargs), batch[-1])).sum()
-
-        return _diagonals(value, params)
+        loop, form, _ = loop_of(value, None, params, batch, kwargs)
+        return form.join(loop.each(loop.hessian()[0]))
 
     return oracle
 
@@ -284,14 +432,8 @@ def dense_batch_diag_hessian(f: Callable, loss: Callable | None = None) -> Calla
     its loss the loss as a function of the outputs of one sample, while the outputs of the others stay what they are."""
 
     def oracle(params: Any, *batch: Any, **kwargs: Any) -> Any:
-        def part(p: Any, n: int) -> torch.Tensor:
-            if loss is None:
-                return f(p, *batch, **kwargs)[n]
-            return loss(tree.map_tensors(lambda z: _only(z, n), f(p, *batch[:-1], **kwargs)), batch[-1]).sum()
-
-        count = len(tree.tensors(f(params, *batch[: None if loss is None else -1], **kwargs))[0])
-        each = [_diagonals(lambda p, n=n: part(p, n), params) for n in range(count)]
-        return tree.map_leaves(lambda *leaves: torch.stack(leaves), *each)
+        loop, form, _ = loop_of(f, loss, params, batch, kwargs)
+        return form.join(loop.each(loop.hessian()))
 
     return oracle
 
@@ -299,37 +441,14 @@ def dense_batch_diag_hessian(f: Callable, loss: Callable | None = None) -> Calla
 def dense_ggn(f: Callable, loss: Callable) -> Callable:
     """The generalised Gauss-Newton matrix `J^T H J` of each parameter, `[P, P]` for P numbers in it."""
 
-    def oracle(params: Any, *inputs: Any, **kwargs: Any) -> Any:
-        *given, target = inputs
-        parts, structure = tree.flatten(f(params, *given, **kwargs))
-
-        def outputs(p: Any) -> torch.Tensor:
-            return torch.cat([z.flatten() for z in tree.leaves(f(p, *given, **kwargs))])
-
-        def value(flat: torch.Tensor) -> torch.Tensor:
-            pieces = flat.split([z.numel() for z in parts])
-            shaped = [x.view(z.shape) for x, z in zip(pieces, parts, strict=True)]
-            return loss(tree.unflatten(shaped, structure), target).sum()
-
-        hessian = jacrev(grad(value), chunk_size=1)(outputs(params))
-        rows = tree.map_leaves(lambda j: j.reshape(len(hessian), -1), jacrev(outputs, chunk_size=1)(params))
-        return tree.map_leaves(lambda j: j.T @ hessian @ j, rows)
+    def oracle(params: Any, *batch: Any, **kwargs: Any) -> Any:
+        loop, form, _ = loop_of(f, loss, params, batch, kwargs)
+        columns = [
+            (torch.cat([x.flatten() for x in t]), torch.cat([x.flatten() for x in loop.bent(t)]))
+            for t in loop.columns()
+        ]
+        j, bent = (torch.stack(x) for x in zip(*columns, strict=True))
+        sizes = [x.numel() for x in loop.leaves]
+        return form.join([a @ b.T for a, b in zip(j.split(sizes), bent.split(sizes), strict=True)])
 
     return oracle
-
-
-def _diagonals(value: Callable, params: Any) -> Any:
-    leaves, structure = tree.flatten(params)
-
-    def of_one(i: int) -> torch.Tensor:
-        slope = grad(lambda x: value(tree.unflatten([*leaves[:i], x, *leaves[i + 1 :]], structure)))
-        size = leaves[i].numel()
-        return jacrev(slope, chunk_size=1)(leaves[i]).reshape(size, size).diagonal().reshape(leaves[i].shape)
-
-    return tree.unflatten([of_one(i) for i in range(len(leaves))], structure)
-
-
-def _only(z: torch.Tensor, n: int) -> torch.Tensor:
-    """The outputs with those of all samples but one as constants."""
-    own = torch.arange(len(z), device=z.device).reshape(-1, *[1] * (z.ndim - 1)) == n
-    return torch.where(own, z, z.detach())

@@ -86,7 +86,7 @@ def nested_jvp():
     return near(jvp(lambda x: jvp(Sine.apply, (x,), (one,))[1], (W[0],), (one,))[1], -W[0].sin())
 
 
-NORMS = "operations/norms.py"
+NORMS = "operations/forms.py"
 RIGHT = {
     "attention": (lambda: twice(attention), "operations/forms.py", None),
     "prelu": (prelu, "operations/forms.py", None),
@@ -98,12 +98,12 @@ RIGHT = {
     "order of one": (lambda: in_order(lambda x: F.batch_norm(x, None, None, None, None, True), 1), NORMS, None),
     "order of each": (lambda: in_order(F.instance_norm, 3), NORMS, None),
     "weight_norm": (weight_norm, NORMS, None),
-    "embedding_bag": (lambda: twice(bag), "operations/lookup.py", None),
-    "mse": (lambda: forward(lambda w: F.mse_loss(X * w, X)), "operations/losses.py", None),
-    "huber": (lambda: forward(lambda w: F.huber_loss(X * w, X)), "operations/losses.py", None),
-    "soft_margin": (lambda: forward(lambda w: F.soft_margin_loss(X * w, X.sign())), "operations/losses.py", None),
+    "embedding_bag": (lambda: twice(bag), "operations/forms.py", None),
+    "mse": (lambda: forward(lambda w: F.mse_loss(X * w, X)), "operations/forms.py", None),
+    "huber": (lambda: forward(lambda w: F.huber_loss(X * w, X)), "operations/forms.py", None),
+    "soft_margin": (lambda: forward(lambda w: F.soft_margin_loss(X * w, X.sign())), "operations/forms.py", None),
     "no samples": (lambda: F.pixel_unshuffle(X.new_ones(0, 1, 4, 4), 2).shape[1] == 4, "layers/shapes.py", None),
-    "jvp of a jvp": (nested_jvp, "linear_algebra/spectrum.py", None),
+    "jvp of a jvp": (nested_jvp, "linear_algebra/matrices.py", None),
 }
 
 

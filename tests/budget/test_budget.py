@@ -8,9 +8,9 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from invfunc import budgeted
 from invfunc.budget import free, in_bytes, peak_of, size_of, told
-from invfunc.budgeted import BudgetedCall, needed
+from invfunc.chunks import TRIES, Budgeted, BudgetedCall, needed
+from invfunc.errors import BudgetError
 
 CPU = torch.device("cpu")
 
@@ -67,7 +67,7 @@ def searched(peak, lengths, budget, axes=None):
 
     t.peak = measured
     call = BudgetedCall((torch.zeros(2), torch.zeros(size)), {}, None, {1: 0}, {"samples": 8, **lengths})
-    return budgeted.Budgeted._measured(t, call, budget), seen  # pyright: ignore[reportArgumentType]
+    return Budgeted._measured(t, call, budget), seen  # pyright: ignore[reportArgumentType]
 
 
 def of_chunks(each, fixed=0):
@@ -83,7 +83,7 @@ class TestSearch:
         budget = needed(fixed + each * fits) + 1
         found, seen = searched(peak, {"samples": n}, budget)
         chunks = found.chunks(n)
-        assert needed(peak(chunks, n)) <= found.need <= budget and len(seen) <= 3 + budgeted.TRIES
+        assert needed(peak(chunks, n)) <= found.need <= budget and len(seen) <= 3 + TRIES
         assert found.sizes["samples"] >= 0.6 * min(n, fits)
 
     def test_divides_what_is_left_where_one_sample_is_too_much(self):
@@ -94,7 +94,7 @@ class TestSearch:
         assert found.chunks(4) == {"samples": 4, "outputs": 5} and found.chunks(2) == {"samples": 2, "outputs": 5}
 
     def test_that_finds_nothing_tells_the_least(self):
-        with pytest.raises(budgeted.BudgetError) as error:
+        with pytest.raises(BudgetError) as error:
             searched(of_chunks(10**6, 10**7), {"samples": 8}, 10**6)
         assert error.value.least == needed(11 * 10**6)
         searched(of_chunks(10**6, 10**7), {"samples": 8}, error.value.least)

@@ -10,11 +10,11 @@ import pytest
 import torch
 
 from invfunc import batch_grad
-from invfunc.core import axes
-from invfunc.core.axes import numbers
+from invfunc.core import rules
 from invfunc.core.marks import SUMMED, Unsupported, tensors
 from invfunc.core.probe import probe
 from invfunc.core.tables import AXES, RULES
+from invfunc.operations.axis import numbers
 from invfunc.testing import assert_trees_close, loop_batch_grad
 from tests.strategies import Numbers
 
@@ -283,31 +283,31 @@ def of_row_losses(d: Drawn) -> Calls:
 
 
 CALLS: dict[Any, Callable[[Drawn], Calls]] = {
-    axes.same: of_pointwise,
-    axes.reshaped: of_shapes,
-    axes.permuted: of_permutations,
-    axes.swapped: of_dims,
-    axes.reversed_: of_dims,
-    axes.expanded: of_expansions,
-    axes.joined: of_joins,
-    axes.stacked: of_joins,
-    axes.parts: of_dims,
-    axes.dropped: of_dims,
-    axes.indexed: of_indices,
-    axes.matmul: of_products,
-    axes.addmm: of_added_products,
-    axes.linear: of_linear,
-    axes.einsum: of_einsum,
-    axes.attention: of_attention,
-    axes.embedding: of_tables,
-    axes.layer_norm: of_layer_norms,
-    axes.batch_norm: of_layers,
-    axes.instance_norm: of_layers,
-    axes.convolution: of_layers,
-    axes.first: of_layers,
-    axes.pointwise_loss: of_losses,
-    axes.class_loss: of_class_losses,
-    axes.row_loss: of_row_losses,
+    rules.same: of_pointwise,
+    rules.reshaped: of_shapes,
+    rules.permuted: of_permutations,
+    rules.swapped: of_dims,
+    rules.reversed_: of_dims,
+    rules.expanded: of_expansions,
+    rules.joined: of_joins,
+    rules.stacked: of_joins,
+    rules.parts: of_dims,
+    rules.dropped: of_dims,
+    rules.indexed: of_indices,
+    rules.matmul: of_products,
+    rules.addmm: of_added_products,
+    rules.linear: of_linear,
+    rules.einsum: of_einsum,
+    rules.attention: of_attention,
+    rules.embedding: of_tables,
+    rules.layer_norm: of_layer_norms,
+    rules.batch_norm: of_layers,
+    rules.instance_norm: of_layers,
+    rules.convolution: of_layers,
+    rules.first: of_layers,
+    rules.pointwise_loss: of_losses,
+    rules.class_loss: of_class_losses,
+    rules.row_loss: of_row_losses,
 }
 RULES_MADE = {
     "spatial.<locals>.rule": of_layers,
@@ -418,7 +418,7 @@ UNCALLED: dict[str, str] = {
     "_VariableFunctionsClass.poisson_nll_loss": "it has no default for its options; the function of nn.functional has",
 }
 """Operations of the table that no call is tried of, and why."""
-REFUSED = {axes.reshaped_in_place}
+REFUSED = {rules.reshaped_in_place}
 """Rules that never give an axis."""
 
 
@@ -432,12 +432,12 @@ def came_of(line: int) -> dict[str, set[str]]:
         came = found.setdefault(name_of(func), set())
         if name_of(func) in UNCALLED:
             continue
-        for seed in range(30 if rule is axes.convolution else DRAWS):
+        for seed in range(30 if rule is rules.convolution else DRAWS):
             torch.manual_seed(seed)
             d = Drawn(seed)
             for args, kwargs in calls_of(rule)(d):
                 came.add(judged(d, func, rule, args, kwargs))
-            if rule is axes.same and "axis" in came:
+            if rule is rules.same and "axis" in came:
                 break
     return found
 

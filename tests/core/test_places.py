@@ -11,7 +11,8 @@ from invfunc import (
     batch_l2_grad,
     outputs,
 )
-from invfunc.testing import assert_trees_close
+from invfunc.core.ways import known_way
+from invfunc.testing import assert_trees_close, loop_batch_grad
 from tests.strategies import Numbers
 
 N = 4
@@ -212,3 +213,15 @@ def test_samples_are_followed_to_where_they_are_computed(f):
 
 
 # Samples that are picked, permuted, repeated, or computed one by one are followed, and are right
+
+
+def test_a_sample_alone_meets_a_parameter_in_an_operation_without_a_rule():
+    """The operation sees the tensor of the sample as it is there, with as many dims."""
+    w, x = Numbers()(3), Numbers(1)(4, 3)
+
+    def losses(w, x):
+        return torch.stack([torch.outer(each, w).tanh().sum() for each in x])
+
+    t = batch_grad(losses)
+    assert_trees_close(t(w, x), loop_batch_grad(losses)(w, x), 1e-12)
+    assert known_way(losses, t.called) == 0

@@ -12,7 +12,7 @@ import torch.nn.functional as F
 import invfunc
 from invfunc import streamed, tree
 from invfunc.errors import ArgumentError, ArgumentTypeError
-from invfunc.evaluation import checkpoint
+from invfunc.evaluation import batches as loaders
 from invfunc.evaluation.processes import fingerprint
 from invfunc.testing import assert_trees_close
 from tests.data_sets.test_streamed import AT_ONCE, batches, data, linear, losses  # noqa: F401
@@ -137,7 +137,7 @@ class TestBrokenOff:
         """It is written once more then, as the batches before are done."""
         params, *rest = data
         t, parts = invfunc.variance(losses), batches([2, 4, 6], *rest)
-        where, seen = {"save": checkpoint.torch, "fsync": checkpoint.os}[at], []
+        where, seen = {"save": loaders.torch, "fsync": loaders.os}[at], []
         real = getattr(where, at)
 
         def broken(*args):

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from torch.autograd import gradcheck, gradgradcheck
 
 from invfunc import layers, tree
-from invfunc.layers.common import rotation
+from invfunc.layers.shapes import rotation
 from invfunc.testing import assert_trees_close
 from tests.layers.test_invertible_layers import FLOOR, LAYERS, SQUARE, TALL, and_back, of_each, placed, there
 from tests.strategies import Numbers

@@ -25,8 +25,7 @@ MORE = "it makes 4 numbers of 3, so that dy/dx is not square and has no determin
 COUNT = "has to be an integer of at least 1"
 ABOVE = "has to be a finite number above 0"
 NO_BATCH = (
-    "at most one number a channel, which is not a batch to take statistics of. Give more samples, or "
-    "batch_norm(statistics=(mean, var))"
+    "at most one number a channel, which has no variance. Give more samples, or batch_norm(statistics=(mean, var))"
 )
 
 REFUSED = {

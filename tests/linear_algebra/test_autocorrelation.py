@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch.autograd import forward_ad
 
-from invfunc.linear_algebra.autocorrelation import patches_gram
+from invfunc.linear_algebra.contract import patches_gram
 from tests.strategies import Numbers
 
 LARGE: Any = (8, 32, 16, 16), (3, 3), [(1, 1)] * 2, (1, 1)

@@ -11,9 +11,9 @@ from hypothesis import strategies as st
 
 import invfunc
 from invfunc.errors import ArgumentError, ArgumentTypeError
-from invfunc.loss.peeled import Peel, peeled
+from invfunc.loss.drawn import Peel, peeled
 from invfunc.loss.square_root import Elementwise, Softmax
-from invfunc.reductions.lots import Lot, drawn, variances
+from invfunc.reductions.estimates import Lot, drawn, variances
 from invfunc.testing import assert_trees_close
 from tests.strategies import Numbers
 

@@ -10,7 +10,7 @@ from torch import nn
 from torch.nn.utils.rnn import pack_padded_sequence, pad_packed_sequence
 
 from invfunc import batch_grad, batch_l2_grad, functional, gram, tree, variance
-from invfunc.operations.recurrences import Steps
+from invfunc.operations.recurrent import Steps
 from invfunc.testing import assert_trees_close
 from tests.rows import generic
 from tests.strategies import Numbers

@@ -13,10 +13,8 @@ from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
 from invfunc import tree
-from invfunc.operations.cells import TANH, CellWeights
-from invfunc.operations.heard import Function, function_of
-from invfunc.operations.operation import OPERATIONS, OperationFacts
-from invfunc.operations.recurrences import Steps, states_before
+from invfunc.operations.operation import OPERATIONS, Function, OperationFacts, function_of
+from invfunc.operations.recurrent import TANH, CellWeights, Steps, states_before
 from tests.strategies import Numbers
 
 Call = Callable[[Tensor], Any]

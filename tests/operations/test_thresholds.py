@@ -21,8 +21,7 @@ from invfunc import (
     kfac,
     thresholds,
 )
-from invfunc.linear_algebra.autocorrelation import patches, patches_gram
-from invfunc.linear_algebra.contract import contract, joined, outer, summed
+from invfunc.linear_algebra.contract import contract, joined, outer, patches_gram, summed, unfolded
 from invfunc.testing import (
     assert_trees_close,
 )
@@ -107,7 +106,7 @@ class TestTheFile:
     def test_sizes_are_compared_with_nothing_else(self):
         """Large numbers in comparisons are those of rounding, and the seconds of the option `every`."""
         for file in FILES:
-            if file.stem == "thresholds" or "testing" in file.parts or file.stem.startswith("_tour"):
+            if file.stem == "thresholds" or "testing" in file.parts or file.stem == "__main__":
                 continue
             body = [n for n in parsed(file).body if isinstance(n, ast.Assign) and large(n.value)]
             named = {ast.unparse(n.targets[0]) for n in body} - self.OTHERS
@@ -236,7 +235,7 @@ class TestKernels:
     @given(at=sides(*GATES_OF_PATCHES), kind=KINDS)
     def test_products_of_patches_are_those_of_the_patches(self, at, kind):
         x, options = Numbers()(2, 3, 5, 6), ((3, 2), [(1, 0), (2, 1)], (1, 2))
-        read = patches(x, options[0], (1, 1), *options[1:])
+        read = unfolded(x, options[0], (1, 1), *options[1:])
         with thresholds_at(**at):
             found = patches_gram(x.to(kind), *options)
         if found is not None:

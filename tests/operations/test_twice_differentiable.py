@@ -15,9 +15,8 @@ from torch.func import grad, jvp
 
 from invfunc import batch_grad, diag_ggn, diag_hessian, functional, ggnvp, hvp, tree
 from invfunc.errors import ArgumentError
-from invfunc.operations.heard import function_of
-from invfunc.operations.operation import OPERATIONS
-from invfunc.operations.second_derivatives import TwiceDifferentiable
+from invfunc.operations.forms import TwiceDifferentiable
+from invfunc.operations.operation import OPERATIONS, function_of
 from invfunc.testing import assert_trees_close
 from tests import matrices
 from tests.matrices import assert_near, directions, flat

@@ -10,7 +10,7 @@ from torch.func import grad, jvp, vmap
 
 import invfunc
 from invfunc import compiled
-from invfunc.plans.operators import draws
+from invfunc.plans.recorder import draws
 from invfunc.testing.oracles import assert_trees_close
 from tests.plans.calls import EXACT, given, hits, loss, of, quietly, same
 from tests.strategies import Numbers

@@ -319,3 +319,14 @@ class TestSaved:
             ):
                 assert_trees_close(of(one), of(pairs), 1e-8)
         assert_trees_close(low_rank @ v, pairs.inverse(DAMPING) @ v, 1e-8)
+
+    @pytest.mark.quick
+    def test_of_parameters_without_dims_have_products(self, tmp_path):
+        def f(p, x):
+            return (p["a"] * x @ p["w"])[:, None]
+
+        params, x, y = {"a": Numbers(1)(), "w": Numbers(2)(3)}, Numbers(3)(5, 3), Numbers(4)(5, 1)
+        pairs = eigenpairs(f, F.mse_loss)(params, x, y)
+        torch.save(pairs, tmp_path / "pairs.pt")
+        for one in (torch.load(tmp_path / "pairs.pt"), eigenpairs(f, F.mse_loss, top=4)(params, x, y)):
+            assert_trees_close(one @ params, pairs @ params, 1e-9, 1e-9)

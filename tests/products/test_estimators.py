@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 import invfunc
 from invfunc import estimate_diagonal, estimate_trace, ggnvp, tree
 from invfunc.errors import ArgumentError, ArgumentTypeError
-from invfunc.reductions.estimate import Estimate
+from invfunc.reductions.estimates import Estimate
 from invfunc.testing import assert_trees_close
 from invfunc.testing.models import moved
 from tests import matrices

@@ -135,7 +135,7 @@ def test_go_through_reversible_blocks():
 def test_what_is_refused():
     w, x = Numbers(1)(4, 4), Numbers(2)(N, TOKENS, 4)
     per: Any = "word"
-    with pytest.raises(ArgumentError, match="per has to be 'sample' or 'token'"):
+    with pytest.raises(ArgumentError, match="per is one of 'sample', 'token'"):
         sum_grad_squared(losses, per=per)
     with pytest.raises(ArgumentError, match=r"computed from params and read at several places"):
         sum_grad_squared(lambda w, x: (x @ (w / w.norm())).square().sum((1, 2)), per="token")(w, x)

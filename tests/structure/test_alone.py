@@ -9,8 +9,8 @@ import torch.nn.functional as F
 
 from invfunc import diag_ggn
 from invfunc.structure import labels, plan
-from invfunc.structure.narrow import Bottleneck, paths
-from invfunc.structure.rules import FACTS
+from invfunc.structure.columns import Bottleneck, paths
+from invfunc.structure.labels import FACTS
 from invfunc.testing import assert_trees_close, dense_diag_ggn
 from tests.laws import composed
 from tests.strategies import Numbers

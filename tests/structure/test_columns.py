@@ -14,7 +14,7 @@ from torch.nn.utils.rnn import pack_padded_sequence, pad_packed_sequence
 import invfunc
 from invfunc import diag_ggn, explain, functional, kfac, tree
 from invfunc.errors import InvFuncError
-from invfunc.structure import narrow
+from invfunc.structure import columns
 from invfunc.testing import assert_trees_close, dense_diag_ggn
 from invfunc.testing.models import moved
 from tests.crossed import thresholds_at
@@ -223,7 +223,7 @@ def test_blocks_give_what_all_at_once_gives(data, moved, small):
 def test_a_wrong_derivative_is_noticed_in_every_block():
     """The check of what is moved forwards is about all blocks together; where it fails all columns are pulled back."""
     f, args = read(19)
-    forward, seen = narrow.forward, []
+    forward, seen = columns.forward, []
 
     def wrong(z, x, given, n, entries):
         seen.append(entries)
@@ -231,7 +231,7 @@ def test_a_wrong_derivative_is_noticed_in_every_block():
 
     with (
         thresholds_at(MOVED=8 * 19, CACHE={"cpu": 8 * 19}, FACTORED_COST=0.0),
-        mock.patch.object(narrow, "forward", wrong),
+        mock.patch.object(columns, "forward", wrong),
     ):
         assert_as_dense(partial(invfunc.diag_ggn, f, F.cross_entropy), args)
     assert len(seen) == 6

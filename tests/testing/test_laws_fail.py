@@ -26,11 +26,6 @@ def spoilt(result):
     return form.join([one(leaves[0]), *leaves[1:]])
 
 
-def drawn(given, result):
-    torch.rand(())
-    return result
-
-
 def when(condition):
     return lambda t, given, result: spoilt(result) if condition(t) else result
 
@@ -55,7 +50,6 @@ FAULTS = {
         lambda t, given, result: result if functorch.transforming() else tree.map_tensors(torch.detach, result),
     ),
     "vmap over parameters is the loop": (ALWAYS, when(lambda t: functorch.transforming())),
-    "chunks do not matter": (ALWAYS, when(lambda t: t.options.plan.asked("params"))),
 }
 ELSEWHERE = {"products equal those of the matrix", "samples do not mix"}
 OF_F = [name for name, law in laws.LAWS.items() if "a function" in law.subjects]

@@ -9,7 +9,6 @@ from __future__ import annotations
 import gc
 import time
 import weakref
-from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, NamedTuple
@@ -211,11 +210,6 @@ def loop_at_points(t: Callable) -> Callable:
     return lambda first, *rest: zipped(torch.stack, [plain(t(scaled(first, c), *rest)) for c in POINTS])
 
 
-def storages(tensors: list[torch.Tensor]) -> list[int]:
-    """The addresses of the memory of tensors with entries."""
-    return [x.untyped_storage().data_ptr() for x in tensors if x.numel()]
-
-
 def state(args: Any) -> list[tuple]:
     """The state of arguments, which must not change."""
     found = tree.tensors(args)
@@ -226,18 +220,6 @@ def written(call: Callable, args: Any) -> Any:
     """The state of arguments after a call."""
     call()
     return state(args)
-
-
-def shared(result: Any, args: Any) -> list[str]:
-    """The leaves of a result that share memory with each other, or with arguments."""
-    theirs, own = set(storages(tree.tensors(args))), Counter(storages(tree.tensors(result)))
-    found = []
-    for path, x in tree.named_leaves(result):
-        if isinstance(x, torch.Tensor) and x.numel():
-            at = x.untyped_storage().data_ptr()
-            overlaps = any(step == 0 and size > 1 for step, size in zip(x.stride(), x.shape, strict=True))
-            found += [path] if at in theirs or own[at] > 1 or overlaps else []
-    return found
 
 
 def alive(call: Callable, tensors: Any) -> list[str]:

@@ -7,10 +7,9 @@ from typing import Any
 import torch
 
 from invfunc import tree
-from invfunc.certificates.loop import Loop, Tensors
 from invfunc.testing.laws.compare import zipped
 from invfunc.testing.laws.problem import BOTH, LOSSES, MODEL, SCALAR, LawProblem
-from invfunc.testing.oracles import loop_batch_grad
+from invfunc.testing.oracles import Loop, Tensors, loop_batch_grad, loop_of
 
 
 def no_shares(problem: LawProblem) -> str:
@@ -33,81 +32,42 @@ def shares(problem: LawProblem, params: Any = None) -> Any:
     f = problem.steady(problem.losses)
     if problem.kind == LOSSES or f(params, *problem.batch).ndim:
         return loop_batch_grad(f)(params, *problem.batch)
-    return _by_outputs(problem, params)
-
-
-def _by_outputs(problem: LawProblem, params: Any) -> Any:
-    """Of a scalar loss of outputs: the pullback of its slope in those of sample n alone."""
-    deep = any(x.requires_grad for x in tree.tensors((params, problem.batch)))
-    leaves, form = fresh(params)
-    with torch.enable_grad():
-        z = tree.tensors(problem.steady(problem.f)(form.join(leaves), *problem.inputs))
-        slope = loss_slope(problem, z, deep)
-    rows = []
-    for n in range(problem.n):
-        only = [torch.where(_is(n, c), c, torch.zeros_like(c)) for c in slope]
-        options = {"retain_graph": True, "create_graph": deep, "materialize_grads": True}
-        rows.append(torch.autograd.grad(z, leaves, only, **options))
+    loop, form = of_outputs(problem, params)
+    rows = [loop.share(n) for n in range(problem.n)]
     return form.join([torch.stack(g) for g in zip(*rows, strict=True)])
 
 
-def _is(n: int, c: torch.Tensor) -> torch.Tensor:
-    return torch.arange(len(c), device=c.device).reshape(-1, *[1] * (c.ndim - 1)) == n
+def of_outputs(problem: LawProblem, params: Any = None, at: list[torch.Tensor] | None = None) -> tuple[Loop, Any]:
+    """Derivatives of the model function and of its loss, and the structure of the parameters."""
+    functions = problem.steady(problem.f), problem.loss and problem.steady(problem.loss)
+    return loop_of(*functions, problem.params if params is None else params, problem.batch, at=at)[:2]
 
 
-def fresh(params: Any) -> tuple[Tensors, Any]:
-    """Leaves to differentiate in, and their structure; views where they require grad already."""
-    leaves, form = tree.separate(params)
-    return [p.view_as(p) if p.requires_grad else p.detach().requires_grad_() for p in leaves], form
+def of_loss(problem: LawProblem, at: list[torch.Tensor] | None = None) -> tuple[Loop, Any]:
+    """Derivatives of the loss as one number."""
+    losses = problem.steady(problem.losses)
+    return loop_of(lambda *args: losses(*args).sum().reshape(1), None, problem.params, problem.batch, at=at)[:2]
 
 
-def loss_of_outputs(problem: LawProblem, z: Tensors) -> torch.Tensor:
-    """The loss, summed, of leaves of the outputs."""
+def of_model(problem: LawProblem) -> tuple[Loop, Any]:
+    """Derivatives of the model function alone."""
+    return loop_of(problem.steady(problem.f), None, problem.params, problem.inputs)[:2]
+
+
+def loss_slope(problem: LawProblem, z: Tensors) -> Tensors:
+    """The gradient of the loss, summed, in the outputs."""
     assert problem.loss is not None
     with torch.no_grad():
         form = tree.separate(problem.steady(problem.f)(problem.params, *problem.inputs))[1]
-    return problem.steady(problem.loss)(form.join(z), problem.batch[-1]).sum()
-
-
-def loss_slope(problem: LawProblem, z: Tensors, deep: bool = False) -> Tensors:
-    """The gradient of the loss in the outputs."""
-    at = z if deep else [x.detach().requires_grad_() for x in z]
-    value = loss_of_outputs(problem, at)
-    return list(torch.autograd.grad(value, at, create_graph=deep, materialize_grads=True))
+    loss = problem.steady(problem.loss)
+    loop = loop_of(lambda z: loss(form.join(z), problem.batch[-1]).sum().reshape(1), None, z, ())[0]
+    return loop.back(loop.slope)
 
 
 def gradient(problem: LawProblem) -> Any:
     """The gradient of the loss, by torch.autograd."""
-    leaves, form = fresh(problem.params)
-    with torch.enable_grad():
-        value = problem.losses(form.join(leaves), *problem.batch).sum()
-    return form.join(list(torch.autograd.grad(value, leaves, materialize_grads=True)))
-
-
-def of_model(problem: LawProblem) -> tuple[Loop, Any]:
-    """Derivatives of the model function alone, and the structure of the parameters."""
-    leaves, form = fresh(problem.params)
-    with torch.enable_grad():
-        z = tree.tensors(problem.steady(problem.f)(form.join(leaves), *problem.inputs))
-        return Loop(leaves, z, None, problem.n), form
-
-
-def of_outputs(problem: LawProblem) -> tuple[Loop, Any]:
-    """Derivatives of the model function and of its loss."""
-    leaves, form = fresh(problem.params)
-    assert problem.loss is not None
-    with torch.enable_grad():
-        outputs = problem.steady(problem.f)(form.join(leaves), *problem.inputs)
-        loss = problem.steady(problem.loss)(outputs, problem.batch[-1]).sum()
-        return Loop(leaves, tree.tensors(outputs), loss, problem.n), form
-
-
-def of_loss(problem: LawProblem) -> tuple[Loop, Any]:
-    """Derivatives of the loss as one number."""
-    leaves, form = fresh(problem.params)
-    with torch.enable_grad():
-        value = problem.steady(problem.losses)(form.join(leaves), *problem.batch).sum()
-        return Loop(leaves, [value.reshape(1)], None, 1), form
+    loop, form = of_loss(problem)
+    return form.join(loop.back(loop.slope))
 
 
 def no_outputs(problem: LawProblem) -> str:
@@ -117,16 +77,14 @@ def no_outputs(problem: LawProblem) -> str:
 
 def ggn_entries(problem: LawProblem) -> Any:
     """The diagonals `J[n]^T H[n] J[n]` at the entries of the problem: a tree of `[N, entries]`."""
-    loop, form = of_outputs(problem)
-    rows = [[loop.ggn(loop.unit(i, int(k))) for k in places] for i, places in enumerate(problem.entries)]
-    return form.join([torch.stack(row, 1) if row else torch.zeros(problem.n, 0) for row in rows])
+    loop, form = of_outputs(problem, at=problem.entries)
+    return form.join(loop.each(loop.ggn()))
 
 
 def hessian_entries(problem: LawProblem) -> Any:
     """The diagonal of the Hessian of the loss at the entries of the problem."""
-    loop, form = of_loss(problem)
-    rows = [[loop.hessian(i, int(k)) for k in places] for i, places in enumerate(problem.entries)]
-    return form.join([torch.cat(row) if row else torch.zeros(0) for row in rows])
+    loop, form = of_loss(problem, at=problem.entries)
+    return form.join(loop.each(loop.hessian()[0]))
 
 
 def at_entries(problem: LawProblem, result: Any) -> Any:

@@ -11,8 +11,8 @@ import torch
 from invfunc import tree
 from invfunc.errors import ArgumentError, ArgumentTypeError, InvFuncError
 from invfunc.operation import Operation, gives
-from invfunc.statistics.batch_grad import batch_grad
-from invfunc.statistics.diag_ggn import diag_ggn
+from invfunc.statistics.curvature import diag_ggn
+from invfunc.statistics.first_order import batch_grad
 from invfunc.testing.laws.compare import (
     cast,
     fixed,
@@ -203,8 +203,8 @@ def differentiated(problem: OperationProblem) -> Iterator[Claim]:
         yield Claim(f"the rule for {argument!r}", lambda s=slopes: s(_by_rule), expected, problem.n)
 
 
-OWED = "vmap over parameters is the loop", "chunks do not matter"
-"""The laws of a model that is this operation alone."""
+OWED = "vmap over parameters is the loop"
+"""The law of a model that is this operation alone."""
 
 
 def check_operation(
@@ -221,7 +221,7 @@ def check_operation(
             op(x[n : n + 1], w) == op(x, w)[n : n + 1]
             rule's gradient of w for sample n == grad(lambda w: (op(x, w)[n] * cotangent[n]).sum())(w)
 
-    Then the laws of `check` are tried on each argument with a rule: vmap, chunks.
+    Then a law of `check` is tried on each argument with a rule: vmap over it is the loop.
 
     Args:
         op: what `operation` made.

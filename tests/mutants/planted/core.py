@@ -12,14 +12,14 @@ FAULTS = [
     ),
     Fault(
         "samples may pick in the rows of a parameter that is copied for each",
-        "core/copies.py",
+        "core/generic.py",
         "    if func in MOVES and not any([x is args[0] for x, _ in data]):\n",
         "    if False:\n",
         "core/test_selections.py",
     ),
     Fault(
         "the padding of a table is that of one sample",
-        "core/copies.py",
+        "core/generic.py",
         "(looked_up if func is F.embedding else func)(",
         "func(",
         "operations/test_rules.py::test_every_path_equals_the_loop_layers[Embedding]",
@@ -33,21 +33,21 @@ FAULTS = [
     ),
     Fault(
         "a softmax along the samples keeps them apart",
-        "core/axes.py",
+        "core/rules.py",
         "if len(data) > 1 or not isinstance(dim, int) or dim % x.ndim - x.ndim == axis[0]:",
         "if len(data) > 1 or not isinstance(dim, int):",
         "core/test_axes.py::test_rules_give_what_the_probe_sees",
     ),
     Fault(
         "a reduction with keepdim moves the samples",
-        "core/axes.py",
+        "core/rules.py",
         "return (at if keep else at + sum(d > at for d in dims), outer, inner)",
         "return (at + sum(d > at for d in dims), outer, inner)",
         "core/test_axes.py::test_rules_give_what_the_probe_sees",
     ),
     Fault(
         "a batch norm in train mode keeps samples apart",
-        "core/axes.py",
+        "core/rules.py",
         'if option(args, kwargs, 5, "training", False):',
         'if option(args, kwargs, 6, "training", False) is True:',
         "core/test_axes.py::test_rules_give_what_the_probe_sees",
@@ -68,7 +68,7 @@ FAULTS = [
     ),
     Fault(
         "a written view is not looked at",
-        "core/written.py",
+        "core/generic.py",
         "        if type(before) is Node or before.axis != axis or",
         "        if type(before) is Node or",
         "core/test_never_silently_wrong.py::test_a_result_is_that_of_the_loop[view_and_then_its_base-plain]",
@@ -117,14 +117,14 @@ FAULTS = [
     ),
     Fault(
         "a path around the outputs is not seen",
-        "core/split.py",
+        "core/columns.py",
         "        if not ends.isdisjoint(met):",
         "        if not found:",
         "products/test_product_errors.py",
     ),
     Fault(
         "an output may be written before its loss",
-        "core/split.py",
+        "core/columns.py",
         "x is z.value and read == z.version for z in self.outputs",
         "x is z.value for z in self.outputs",
         "statistics/test_diag_ggn.py::TestLossesOfTheUser::test_a_loss_may_compute_in_place",
@@ -146,8 +146,8 @@ FAULTS = [
     Fault(
         "rows are taken of samples that meet unseen",
         "core/resort.py",
-        "            if id(node) in self.marked:\n",
-        "            if False:\n",
+        "        if not self.marked.isdisjoint(below):\n",
+        "        if False:\n",
         "core/test_resort.py::test_rows_of_samples_that_mix_are_refused",
     ),
     Fault(

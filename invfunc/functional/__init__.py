@@ -1,1 +1,0 @@
-"""From an `nn.Module` to a pure function of its parameters."""
