@@ -76,7 +76,7 @@ FAULTS = [
     Fault(
         "a graph that comes by an unseen way is let pass",
         "core/run.py",
-        "elif type(known) is not Node and x.requires_grad and not known.graph:",
+        "elif x.requires_grad and not known.graph:",
         "elif type(known) is Node and x.requires_grad and not known.kind:",
         "core/test_never_silently_wrong.py::test_a_result_is_that_of_the_loop[filled_and_viewed-plain]",
     ),
