@@ -66,8 +66,8 @@ class Network:
 
         def f(params, x):
             state = x.chunk(2, 1)
-            for i in range(self.depth):
-                state = block(state, params[0 if self.tied else i])
+            for k in range(self.depth):
+                state = block(state, params[0 if self.tied else k])
             return state[0][:, :CLASSES]
 
         return f
