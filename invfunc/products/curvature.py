@@ -21,7 +21,7 @@ from invfunc.core.marks import Unsupported, spelled, tensors
 from invfunc.core.tables import POINTWISE
 from invfunc.errors import ArgumentError, SplitError, unreached
 from invfunc.loss.square_root import Columns
-from invfunc.operations.axis import Axis, back, exposed
+from invfunc.operations.axis import IN_FRONT, back, exposed
 from invfunc.products.given import (
     Direction,
     Following,
@@ -40,7 +40,7 @@ class OutputRows:
 
     def __init__(self, split: ScopedSplit, columns: Sequence[Columns]) -> None:
         self.n, self.values = split.n, [Kind.of(z) for z in split.values]
-        self.places = [(r.ordinal, r.axis) for r in split.roots] or [(0, Axis(0))]
+        self.places = [(r.ordinal, r.axis) for r in split.roots] or [(0, IN_FRONT)]
         self.blocks = [made.block(0, made.count, slice(None)).left for made in columns if made.count]
         self.counts = [len(next(iter(left.values()))) for left in self.blocks]
         kinds = [c.dtype for left in self.blocks for c in left.values()] + [z.dtype for z in self.values]
