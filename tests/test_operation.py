@@ -194,20 +194,6 @@ class TestRules:
         assert_trees_close(found, loop_batch_grad(lambda w, x: (x @ w.mT + 1.5).square().sum(1))(w, x), EXACT)
         assert {n for (n, _), *_ in seen} <= {1, 4} and seen[-1] == ((4, 2), (4, 3), (2, 3), 1.5, ["a"])
 
-    def test_are_used(self):
-        """A wrong rule gives a wrong share."""
-        op = with_rules(affine)
-
-        @op.share_of("bias")
-        def _(delta, x, weight, bias):
-            return "vnpo->o", 2 * delta
-
-        net = of_rules(op)
-        found = batch_grad(lambda p, x: net.f(p, x).sum(1))(net.params, net.x)
-        wanted = loop_batch_grad(lambda p, x: of_rules(affine).f(p, x).sum(1))(net.params, net.x)
-        assert_trees_close(found["w"], wanted["w"], EXACT)
-        assert_trees_close(found["c"], 2 * wanted["c"], EXACT)
-
     def test_of_some_arguments_leave_the_others_to_the_generic_path(self):
         op = operation(affine)
 
