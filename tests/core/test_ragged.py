@@ -238,7 +238,7 @@ def test_packed_sequences_are_those_of_their_samples(use, lengths, options):
 
 # Errors of calls that are not followed: the operation, the line of f, the way out; those of f come out as they are
 
-W, X = torch.randn(3, 2, dtype=torch.float64), torch.randn(4, 3, dtype=torch.float64)
+W, X = Numbers(7)(3, 2), Numbers(8)(4, 3)
 
 
 def mixed(w, x):
@@ -251,7 +251,7 @@ def test_the_operation_the_line_and_the_last_resort_are_told():
         batch_grad(mixed)(W, X)
     text = str(told.value)
     line = mixed.__code__.co_firstlineno + 2
-    assert f"at `amax` (test_refusals.py:{line}, in mixed): it reduces over the sample axis" in text
+    assert f"at `amax` (test_ragged.py:{line}, in mixed): it reduces over the sample axis" in text
     assert "return the [N] losses" in text and "single samples" in told.value.__notes__[0]
 
 
@@ -292,7 +292,7 @@ def test_a_hessian_of_what_is_not_followed_is_taken_entry_by_entry():
         z = x @ w
         return F.mse_loss((z - z.mean(0)) / z.std(0), y)
 
-    y = torch.zeros(4, 2, dtype=torch.float64)
+    y = Numbers(9)(4, 2)
     assert_trees_close(diag_hessian(f)(W, X, y), dense_diag_hessian(f)(W, X, y), 1e-9)
 
 

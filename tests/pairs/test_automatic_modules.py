@@ -234,7 +234,7 @@ class TestMemory:
 
 # What prevents it
 
-OWN = r"y does not tell x\[0\], as `add` \(test_automatic_refusals.py:\d+\) cannot be undone.* read the other parts"
+OWN = r"y does not tell x\[0\], as `add` \(test_automatic_modules.py:\d+\) cannot be undone.* read the other parts"
 REFUSED: dict[str, tuple[Callable, str]] = {
     "own part": (lambda x: (x[0] + torch.tanh(x[0]), x[1]), OWN),
     "own part, too": (lambda x: ((x[1] * x[0]).sin() + x[0], x[1]), OWN),
