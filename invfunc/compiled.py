@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any, Literal
@@ -13,9 +13,8 @@ from invfunc import tree
 from invfunc.callables import describe
 from invfunc.errors import ArgumentError, ArgumentTypeError
 from invfunc.plan import Explanation
-from invfunc.plans.batches import PlansOfBatches
+from invfunc.plans.batches import Padding, PlansOfBatches
 from invfunc.plans.calls import BACKENDS, Calls, aside
-from invfunc.plans.padded import Padding
 from invfunc.products.product import Product
 from invfunc.statistic import Statistic
 from invfunc.transform import Transform
@@ -117,14 +116,14 @@ def compiled(
         raise ArgumentError(f"compiled({t!r}, pad={pad!r}): pad are the sizes of batches, as (8, 16, 32).")
     padding = None if pad is None else Padding(t, tuple(pad))
     calls = Calls(t if padding is None else padding, f"compiled({t!r})", backend)
-    return CompiledProduct(t, calls, padding) if isinstance(t, Product) else Compiled(t, calls, padding)
+    return Compiled(t, calls, padding)
 
 
 @dataclass(frozen=True, repr=False)
 class Compiled(Transform):
     """A statistic or a product whose calls are repeated by a plan."""
 
-    t: Statistic | Product
+    t: Any
     calls: Calls = field(compare=False)
     padding: Padding | None = field(default=None, compare=False)
     owned = False  # it gives what t gives
@@ -179,23 +178,16 @@ class Compiled(Transform):
         *results, aux = found
         return results if self.several else results[0], aux
 
-    def _explained(self, args: tuple, kwargs: dict[str, Any], names: Any) -> tuple[str, str]:
-        given = args if self.padding is None else self.padding.padded(args, names)[0]
-        return self.calls.explained(given, kwargs)
-
     def explanation(self, args: tuple, kwargs: dict[str, Any], names: Any) -> Explanation:
         """The way in which t is computed, and the plan of such a call, which is made if there is none."""
-        assert isinstance(self.t, Statistic)
-        found = self.t.explanation(args, kwargs, names)
-        plan, code = self._explained(args, kwargs, names)
+        found = Explanation(repr(self), 0, 0, 0, 0, 1.0, "as it is written")
+        if isinstance(self.t, Statistic):
+            found = self.t.explanation(args, kwargs, names)
+        given = args if self.padding is None else self.padding.padded(args, names)[0]
+        plan, code = self.calls.explained(given, kwargs)
         return replace(found, name=repr(self), plan=plan, code=code)
 
-
-@dataclass(frozen=True, repr=False)
-class CompiledProduct(Compiled):
-    """A product whose calls are repeated by a plan."""
-
-    t: Product
+    # Of a product
 
     @property
     def vector(self) -> str:  # pyright: ignore[reportIncompatibleVariableOverride]
@@ -205,18 +197,15 @@ class CompiledProduct(Compiled):
     def lead(self) -> int:
         return self.t.lead
 
-    def names_of_f(self, count: int) -> Any:
+    @property
+    def names_of_f(self) -> Callable[[int], Any]:
         """The names of so many arguments, which are all but the vector."""
-        return self.t.names_of_f(count)
+        return self.t.names_of_f
 
-    def linearize(self, *args: Any, **kwargs: Any) -> Any:
+    @property
+    def linearize(self) -> Callable[..., Any]:
         """The product at some parameters and data, `(params, *batch) -> (v -> product)`, as t itself has it."""
-        return self.t.linearize(*args, **kwargs)
-
-    def explanation(self, args: tuple, kwargs: dict[str, Any], names: Any) -> Explanation:
-        """The plan of such a call, which is made if there is none."""
-        plan, code = self._explained(args, kwargs, names)
-        return Explanation(repr(self), 0, 0, 0, 0, 1.0, "as it is written", plan=plan, code=code)
+        return self.t.linearize
 
 
 def _seen(args: tuple, kwargs: dict[str, Any]) -> bool:

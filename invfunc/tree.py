@@ -121,6 +121,8 @@ def _walk(branch: Any, found: list[Any], none_is_leaf: bool, closed: Any = (), i
         values, keys = branch, None
     elif kind is dict:
         values, keys = branch.values(), tuple(branch)
+    elif kind in NODES and not closed:  # without a call of its own
+        values, keys = NODES[kind][0](branch)
     else:
         node = None if isinstance(branch, closed) or id(branch) in inside else _node(branch)
         if node is None:
@@ -239,7 +241,7 @@ def gather(branches: Iterable[Any], found: list[torch.Tensor]) -> bool:
         if kind in _TENSORS:
             found.append(branch)
         elif kind is tuple:
-            fixed &= not branch or gather(branch, found)
+            fixed &= gather(branch, found) if branch else True  # the compiler knows no `not` of a tuple
         elif kind not in _PLAIN:
             fixed = False
             if kind is list or kind is dict:

@@ -155,7 +155,7 @@ class TestImports:
     @each_file
     def test_at_run_time_need_torch_and_opt_einsum_only(self, file):
         """Imports of an extra are inside of the functions that use them."""
-        if floor(name_of(file)) == len(FLOORS) - 1:
+        if name_of(file).split(".")[1] in ("testing", "__main__"):
             return
         outer = {m.split(".")[0] for m, _ in imported(file)} - set(sys.stdlib_module_names)
         assert outer <= {"invfunc", "torch", "opt_einsum"}

@@ -312,7 +312,8 @@ def storage_of(x: torch.Tensor) -> int:
 
 def memories(leaves: Sequence[Any]) -> list[int | None]:
     """The memory of each of some tensors; None of what is no tensor."""
-    plain = _PLAIN.issuperset(map(type, leaves)) and not listening() and not any(map(_wrapped, leaves))
+    plain = _PLAIN.issuperset(map(type, leaves)) and not listening()
+    plain = plain and not any(map(_C.is_functorch_wrapped_tensor, leaves))
     if plain and _STRIDED.issuperset(map(_LAYOUT, leaves)):  # without a call of ours for each of them
         return [*map(_CDATA, map(torch.Tensor.untyped_storage, leaves))]
     return [storage_of(x) if isinstance(x, torch.Tensor) else None for x in leaves]
@@ -320,7 +321,6 @@ def memories(leaves: Sequence[Any]) -> list[int | None]:
 
 _PLAIN, _STRIDED = {torch.Tensor, torch.nn.Parameter}, {torch.strided}
 _LAYOUT, _CDATA = attrgetter("layout"), attrgetter("_cdata")
-_wrapped = _C.is_functorch_wrapped_tensor
 
 
 def memory_of(x: torch.Tensor) -> Any:

@@ -24,7 +24,7 @@ from torch.nn.modules.module import register_module_forward_pre_hook
 from torch.overrides import TorchFunctionMode
 
 from invfunc import thresholds, tree
-from invfunc._torch.functorch import dispatched, dual, saving_hooks, storage_of, transforming, under
+from invfunc._torch.functorch import dispatched, dual, memories, saving_hooks, transforming, under
 from invfunc._torch.generators import set_states, state_of, torchs_own
 from invfunc.budget import settings
 from invfunc.core.ways import straight
@@ -202,7 +202,7 @@ def _kept(structure: Any) -> str:
 
 def _shared(tensors: list[torch.Tensor]) -> Hashable:
     """The tensors that are the same, or in the same memory, and where there."""
-    places = [*map(storage_of, tensors)]
+    places = memories(tensors)
     if len(set(places)) == len(places):
         return None
     same, often = [*map(id, tensors)], Counter(places)
