@@ -12,7 +12,7 @@ import torch
 from hypothesis import settings
 
 from invfunc.operations.forms import weight_norm
-from tests.invertible_same import assert_same
+from tests.invertible_cases import assert_same
 from tests.mutants.planted import FAULTS
 
 FEW = 4

@@ -73,12 +73,7 @@ def kind_of(call: Callable) -> str:
         return lambda *args: asked.append("generic") or generic(*args)
 
     with ExitStack() as stack:
-        for module, name in (
-            (run, "copied"),
-            (resort, "_mapped"),
-            (resort, "_looped"),
-            (evaluate, "at_once"),
-        ):
+        for module, name in ((run, "copied"), (resort, "_mapped"), (resort, "_looped"), (evaluate, "at_once")):
             stack.enter_context(mock.patch.object(module, name, watched(getattr(module, name))))
         try:
             call()

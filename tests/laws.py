@@ -15,15 +15,7 @@ from typing import Any, NamedTuple
 import torch
 import torch.nn.functional as F
 
-from invfunc import (
-    batch_grad,
-    batch_jacobian,
-    batch_l2_grad,
-    diag_ggn,
-    gram,
-    predictive_covariance,
-    tree,
-)
+from invfunc import batch_grad, batch_jacobian, batch_l2_grad, diag_ggn, gram, predictive_covariance, tree
 from invfunc.kronecker import Kronecker
 from invfunc.testing import assert_trees_close, loop_batch_grad, loop_batch_jacobian
 from invfunc.testing.models import moved

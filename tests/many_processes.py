@@ -4,6 +4,8 @@ import atexit
 import itertools
 import os
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
 from functools import cache, partial
@@ -27,6 +29,24 @@ from tests.data_sets.test_streamed import EXACT, FLOOR, batches, dense, linear, 
 from tests.networks import LOSSES, network, samples_loss
 from tests.rows import LEAVES, LOSS, MODEL, PRODUCTS, ROWS, TREES, picks
 from tests.strategies import Numbers
+
+
+@contextmanager
+def alone() -> Iterator[None]:
+    """In a process group of this process, if it has none.
+
+    Gloo's threads let go of Python objects when they have reduced something, and need the interpreter for that. To
+    destroy the group waits for them, without giving it away: so they get it before.
+    """
+    if dist.is_initialized():
+        yield
+        return
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    try:
+        yield
+    finally:
+        time.sleep(0.2)
+        dist.destroy_process_group()
 
 
 @dataclass(frozen=True)
@@ -248,11 +268,7 @@ def composed() -> list[str]:
     compare("largest eigenvalues", largest.values, wanted)
     compare("inside of their bounds", (largest.values - wanted).abs() <= largest.bounds, wanted > 0)
     of = partial(invfunc.estimate_trace, probes=3)
-    compare(
-        "trace",
-        of(distributed(p), generator=g())(params, x, y).value,
-        of(p, generator=g())(params, *whole).value,
-    )
+    compare("trace", of(distributed(p), generator=g())(params, x, y).value, of(p, generator=g())(params, *whole).value)
     with_aux = invfunc.variance(lambda *args: (losses(*args), len(args[1])), has_aux=True)
     compare("aux", torch.tensor(distributed(with_aux)(params, x, y)[1]), torch.tensor(len(x)))
     model = torch.nn.Sequential(torch.nn.Linear(4, 3), torch.nn.BatchNorm1d(3)).double().eval()

@@ -1,15 +1,23 @@
 """explain says what a statistic is going to do, and does not do it."""
 
+import re
+import sys
 from contextlib import nullcontext
+from html import unescape
 from unittest import mock
 
+import matplotlib
 import pytest
 import torch
 import torch.nn.functional as F
 from torch import nn
 
+import invfunc
 from invfunc import (
+    additive_coupling,
     batch_grad,
+    chain,
+    check_inverse,
     chunked,
     clipped_grad,
     diag_ggn,
@@ -28,6 +36,7 @@ from invfunc import (
 )
 from invfunc.core.run import Run
 from invfunc.errors import ArgumentTypeError
+from invfunc.pairs import drift
 from tests.structures import always
 
 
@@ -194,3 +203,62 @@ def test_which_parameters_are_fast():
         assert ways["params['far']"][0] == "fast" and ways["params['unread']"] == ("unread", (), ())
         assert ways["params['own']"][0] == "generic" and "operation" in ways["params['own']"][2][0]
         assert "params['own']     generic  operation" in str(found) and repr(found) == str(found)
+
+
+# Output in a notebook: tables of the numbers in a result, and pictures
+
+matplotlib.use("agg")
+
+X, Y = torch.rand(4, 6), torch.arange(4)
+
+
+def f(params, x):
+    return torch.tanh(x @ params["first <b>"]) @ params["second"]
+
+
+def half(x, w):
+    return torch.tanh(x @ w)
+
+
+@pytest.fixture
+def params():
+    return {"first <b>": torch.rand(6, 5), "second": torch.rand(5, 4)}
+
+
+@pytest.fixture
+def generator():
+    return torch.Generator().manual_seed(0)
+
+
+def cells(shown):
+    """The rows of a table, as texts."""
+    rows = re.findall(r"<tr>(.*?)</tr>", shown._repr_html_())
+    return [[unescape(x) for x in re.findall(r"<t[hd]>(.*?)</t[hd]>", row)] for row in rows]
+
+
+class TestTables:
+    def test_of_an_inverse_have_both_errors_of_each_tensor(self):
+        report = check_inverse(additive_coupling(half, half), (X[:, :3], X[:, 3:]), (torch.rand(3, 3),) * 2)
+        assert [row[1] for row in cells(report)[1:]] == [*report.x, *report.y]
+        assert f"{report.condition:.3g} times" in report._repr_html_()
+
+    def test_of_factors_have_each(self, params, generator):
+        found = kfac(f, F.cross_entropy, generator=generator)(params, X, Y)["second"]
+        parts = zip(found.groups, found.factors, strict=True)
+        assert [row[:2] for row in cells(found)[1:]] == [[f"dims {[*dims]}", str([*x.shape])] for dims, x in parts]
+
+
+class TestPictures:
+    def test_of_a_drift_have_its_errors_also_where_some_are_zero(self):
+        third = invfunc.Invertible(lambda x, c: x / c, lambda y, c: y * c)
+        found = drift(third, torch.rand(5), [3.0, 1.0, 7.0])
+        ax = drift(third, torch.rand(5), [1.0, 2.0]).plot()
+        assert found.plot(ax) is ax
+        assert list(ax.lines[1].get_ydata()) == found and ax.get_xlabel() and ax.get_ylabel()
+
+    def test_without_matplotlib_the_extra_is_named(self):
+        with (
+            mock.patch.dict(sys.modules, {"matplotlib.pyplot": None}),
+            pytest.raises(invfunc.errors.MissingExtraError, match=r"invfunc\[notebooks\]"),
+        ):
+            drift(chain(additive_coupling(half, half)), (X[:, :3], X[:, 3:]), [(torch.rand(3, 3),) * 2]).plot()

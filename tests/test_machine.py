@@ -15,7 +15,7 @@ import torch.nn.functional as F
 from hypothesis import HealthCheck, assume, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import Bundle, RuleBasedStateMachine, initialize, rule
-from torch.func import grad, jvp, vjp
+from torch.func import jvp
 from torch.utils._pytree import tree_map
 from torch.utils.checkpoint import checkpoint
 
@@ -25,6 +25,7 @@ from invfunc.errors import InvFuncError
 from invfunc.kronecker import Kronecker
 from invfunc.testing import assert_trees_close, dense_batch_diag_hessian, dense_diag_ggn
 from invfunc.testing.laws.compare import at_points, directions, loop_at_points, loop_slopes, slopes, total, zipped
+from tests.matrices import plain_ggnvp, plain_hvp
 from tests.networks import LOSSES, NETWORKS, Loss, network
 from tests.rows import BOTH, HESSIANS, LEAVES, LOSS, MODEL, ROWS
 from tests.strategies import Numbers
@@ -109,26 +110,6 @@ def in_data(way: Callable) -> Callable:
     return lambda t: lambda p, x, *y: way(lambda x, p, *y: t(p, x, *y))(x, p, *y)
 
 
-def loop_hvp(f: Callable, loss: Callable) -> Callable:
-    """The Hessian times v, by torch.func."""
-
-    def call(params: Any, v: Any, x: Any, y: torch.Tensor) -> Any:
-        return vjp(grad(lambda p: loss(f(p, x), y)), params)[1](v)[0]
-
-    return call
-
-
-def loop_ggnvp(f: Callable, loss: Callable) -> Callable:
-    """The GGN times v, by torch.func."""
-
-    def call(params: Any, v: Any, x: Any, y: torch.Tensor) -> Any:
-        z, along = jvp(lambda p: f(p, x), (params,), (v,))
-        curved = vjp(grad(lambda z: loss(z, y)), z)[1](along)[0]
-        return vjp(lambda p: f(p, x), params)[1](curved)[0]
-
-    return call
-
-
 EXACT, FLOOR = 1e-8, 1e-2
 REFUSED = (
     "a nonlinear operation in a checkpoint",  # of kfra, and of columns that are read where f is followed
@@ -163,7 +144,7 @@ def _written_out(p: Any, x: Any) -> torch.Tensor:
 ways, rows = st.sampled_from(list(WAYS)), st.sampled_from(list(ROWS))
 AXES = ("outputs", "samples", "params")
 PRODUCTS = {"hvp": invfunc.hvp, "ggnvp": invfunc.ggnvp}
-LOOPS = {"hvp": loop_hvp, "ggnvp": loop_ggnvp}
+LOOPS = {"hvp": plain_hvp, "ggnvp": plain_ggnvp}
 TOGETHER = [name for name, row in ROWS.items() if MODEL not in row.forms]
 
 
@@ -206,6 +187,9 @@ class Compositions(RuleBasedStateMachine):
             for way, f in self.models.items()
             for how in ("none", "mean")
         }
+
+    def loss_of(self, how: str) -> Callable:
+        return lambda z, y, _: self.loss(z, y, how)
 
     def _take(self, n: int, seed: int) -> None:
         self.net = network(self.name, n, seed)
@@ -301,7 +285,7 @@ class Compositions(RuleBasedStateMachine):
             Built(
                 f"{name}, {how} of {way}",
                 lambda: lambda p, x, y: make(*functions)(p, directions(p), x, y),
-                lambda: lambda p, x, y: LOOPS[name](self.f, self.of_outputs[how])(p, directions(p), x, y),
+                lambda: lambda p, x, y: LOOPS[name](self.f, self.loss_of(how))(p, directions(p), x, y),
                 by_parameter=True,
                 smooth=self._smooth([], way),
                 within_func=way != CHECKPOINTED,

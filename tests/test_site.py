@@ -4,16 +4,73 @@ import importlib
 import inspect
 import re
 import runpy
+import subprocess
+import sys
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 
 import invfunc
 from invfunc import errors, kronecker, layers, pairs
+from invfunc.__main__ import main
 from invfunc.testing import assert_trees_close
 from invfunc.testing.laws import LAWS
 from tests import coverage, versions, where
+from tests.benchmarks import readme
 from tests.test_architecture import FLOORS
+
+ROOT = Path(__file__).parents[1]
+README = (ROOT / "README.md").read_text()
+
+
+def test_examples_run():
+    names = {}
+    for example in re.findall(r"```python\n(.*?)```", README, flags=re.DOTALL):
+        exec(example, names)
+    for name, leaf in names["ggn"].items():
+        assert (leaf - names["again"][name]).abs().max() <= 1e-4 * leaf.abs().max()
+    for name, step in names["step"].items():
+        assert (step * names["total"][name]).sum() > 0  # downhill
+    assert all(p.grad.abs().max() > 0 for p in names["deep"].parameters())
+
+
+def test_commands_stand_on_lines_of_their_own():
+    commands = re.findall(r"^python -m pip install -e .*$", README, flags=re.MULTILINE)
+    assert commands == [
+        'python -m pip install -e ".[notebooks]" && python -m invfunc',
+        'python -m pip install -e ".[dev]" && python -m pytest',
+    ]
+
+
+def test_links_lead_to_files():
+    links = re.findall(r"\]\(([^)#]+)", README)
+    assert links and all((ROOT / link).exists() for link in links if "://" not in link)
+
+
+def test_is_a_first_screen():
+    assert len(README.split()) < 900
+    assert (ROOT / "notebooks" / "site" / "_static" / "first.png").stat().st_size < 150_000
+
+
+def test_numbers_are_those_of_the_rows_that_are_measured():
+    """If not, `python -m tests.benchmarks --readme` measures them."""
+    table = README.partition(readme.BEGIN)[2].partition(readme.END)[0]
+    cells = [re.split(r" ?\| ?", line)[1:-1] for line in table.splitlines() if line.startswith("| ")][2:]
+    size = r"[\d.e+-]+ s, \d+ MiB"
+    assert [title for title, *_ in cells] == [row.title for row in readme.ROWS.values()]
+    for (_, ours, theirs, peer), row in zip(cells, readme.ROWS.values(), strict=True):
+        assert re.fullmatch(size, ours) and re.fullmatch(rf"{size}|fails \(\w+\)", theirs)
+        assert peer.partition(";")[0] == row.peer
+    assert table.splitlines()[-1].startswith("Median seconds")
+    assert readme.written(README, table) == README
+
+
+def test_names_in_the_table_of_others_exist():
+    table = README.partition("## You have, you want")[2].partition("## ")[0]
+    names = re.findall(r"\b([a-z_0-9]+)\((?!\.\.\.)", " ".join(re.findall(r"`[^`]*`", table)))
+    assert len(names) > 10 and all(hasattr(invfunc, name) or hasattr(invfunc.pairs, name) for name in names)
+
 
 PAGES = [coverage.SITE.parent / "index.md", *sorted(coverage.SITE.rglob("*.md"))]
 BLOCK = re.compile(r"```(?:\{code-block\} )?python\n(?::caption: ([^\n]*)\n)?(.*?)```", re.DOTALL)
@@ -136,3 +193,38 @@ class TestReference:
         wanted |= {f"{m.__name__}.{name}" for m in (layers, pairs) for name in m.__all__}
         wanted |= {f"invfunc.kronecker.{name}" for name in kronecker.__all__ if name not in NOT_SHOWN}
         assert wanted <= set(listed)
+
+
+# `python -m invfunc`: the table, and one clear line for whatever cannot be
+
+
+@pytest.mark.slow
+def test_tour_prints_a_table():
+    command = [sys.executable, "-m", "invfunc", "--chunks", "8", "64"]
+    tour = subprocess.run(command, capture_output=True, text=True, timeout=300)
+    assert tour.returncode == 0, tour.stderr
+    said = [line for line in tour.stderr.splitlines() if "font" not in line]  # of those that a machine lacks
+    assert said == []  # no progress bar where there is no terminal
+    for row in ("by structure", "8 chunks", "64 chunks", "variance", "norms", "64 reversible blocks", "plain autograd"):
+        assert row in tour.stdout
+    assert re.search(r"^\d+ times faster, \d+ times less memory, the same numbers \(to \de-0\d\)$", tour.stdout, re.M)
+
+
+@pytest.mark.quick
+def test_help_names_every_option(capsys):
+    with pytest.raises(SystemExit) as left:
+        main(["--help"])
+    assert left.value.code == 0
+    text = capsys.readouterr().out
+    assert all(option in text for option in ("--device", "--chunks"))
+
+
+@pytest.mark.parametrize("package", ["sklearn", "tqdm"])
+def test_missing_package_names_the_extra(package, monkeypatch):
+    for name in {package, *sys.modules}:
+        if name.partition(".")[0] == package:
+            monkeypatch.setitem(sys.modules, name, None)
+    with pytest.raises(SystemExit) as left:
+        main([])
+    (line,) = left.value.code.splitlines()  # which Python prints, and ends with code 1
+    assert package in line and "pip install 'invfunc[notebooks]'" in line

@@ -59,12 +59,7 @@ PATHS = st.sampled_from([lambda t: t, in_blocks])
 
 class TestEqualsEachAlone:
     @settings(max_examples=12)
-    @given(
-        called=st.sampled_from(LINEAR),
-        names=some(FIRST | SECOND),
-        of=PATHS,
-        n=st.integers(2, 4),
-    )
+    @given(called=st.sampled_from(LINEAR), names=some(FIRST | SECOND), of=PATHS, n=st.integers(2, 4))
     def test_of_a_mean_loss(self, called, names, of, n):
         net, loss = network(called, n), LOSSES[n % 3]
         makers = [(FIRST | SECOND)[name] for name in names]

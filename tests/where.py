@@ -18,8 +18,7 @@ from invfunc import InvFuncError, InvFuncWarning, compiled, distributed, streame
 from invfunc.testing import assert_trees_close
 from tests.coverage import SITE, WIDTH
 from tests.data_sets.test_streamed import EXACT, FLOOR, dense, linear, losses
-from tests.many_processes import PRODUCTS, full
-from tests.process_group import alone
+from tests.many_processes import PRODUCTS, alone, full
 from tests.rows import BOTH, LOSS, MODEL, ROWS
 from tests.strategies import Numbers
 

@@ -29,10 +29,7 @@ def _mlp() -> Problem:
     return Problem(model, F.cross_entropy, torch.randn(128, 64), torch.randint(10, (128,)))
 
 
-PROBLEMS = {
-    "MLP 64-32-10, N = 128": _mlp,
-    "3c3d, N = 32": three_c_three_d,
-}
+PROBLEMS = {"MLP 64-32-10, N = 128": _mlp, "3c3d, N = 32": three_c_three_d}
 BY_INDUCTOR = next(iter(PROBLEMS))
 """The problem of which each statistic is compiled, which takes a minute or so for each."""
 Rows = dict[str, tuple[Callable[[Problem], Callable], Peer | None]]

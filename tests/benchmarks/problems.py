@@ -24,14 +24,7 @@ def three_c_three_d() -> Problem:
     layers: list[nn.Module] = []
     for convolution in (nn.Conv2d(3, 64, 5), nn.Conv2d(64, 96, 3), nn.Conv2d(96, 128, 3, padding=1)):
         layers += [convolution, nn.ReLU(), nn.MaxPool2d(3, 2, 1)]
-    layers += [
-        nn.Flatten(),
-        nn.Linear(1152, 512),
-        nn.ReLU(),
-        nn.Linear(512, 256),
-        nn.ReLU(),
-        nn.Linear(256, 10),
-    ]
+    layers += [nn.Flatten(), nn.Linear(1152, 512), nn.ReLU(), nn.Linear(512, 256), nn.ReLU(), nn.Linear(256, 10)]
     return Problem(nn.Sequential(*layers), F.cross_entropy, torch.rand(32, 3, 32, 32), torch.randint(10, (32,)))
 
 

@@ -1,4 +1,4 @@
-"""How each peer computes the statistics, and the tables of them: their problems and rows."""
+"""Ways in which each peer computes the statistics, and the tables of them: their problems and rows."""
 
 from __future__ import annotations
 
@@ -78,10 +78,7 @@ def _of_model(transform: Callable[[Problem], Callable[[Params, Tensor], Result]]
 FIRST_ORDER = {
     "batch_grad": _peers(invfunc.batch_grad, lambda shares: shares, backpack("BatchGrad")),
     "batch_l2_grad": _peers(
-        invfunc.batch_l2_grad,
-        by_leaf(lambda g: g.flatten(1).square().sum(1)),
-        backpack("BatchL2Grad"),
-        opacus(),
+        invfunc.batch_l2_grad, by_leaf(lambda g: g.flatten(1).square().sum(1)), backpack("BatchL2Grad"), opacus()
     ),
     "sum_grad_squared": _peers(
         invfunc.sum_grad_squared, by_leaf(lambda g: g.square().sum(0)), backpack("SumGradSquared")
@@ -227,10 +224,7 @@ SECOND_ORDER: dict[str, dict[str, Peer]] = {
         FUNC: vmap_jacrev(over=(1,)),
         BACKPACK: backpack("BatchDiagGGNExact"),
     },
-    "diag_hessian": {
-        **_ours(lambda p: invfunc.diag_hessian(p.f, p.loss)),
-        BACKPACK: backpack("DiagHessian"),
-    },
+    "diag_hessian": {**_ours(lambda p: invfunc.diag_hessian(p.f, p.loss)), BACKPACK: backpack("DiagHessian")},
     "kfac": {
         **_drawn(lambda p, draws: invfunc.kfac(p.f, p.loss, weight_sharing="backpack", **draws)),
         BACKPACK: backpack("KFAC"),

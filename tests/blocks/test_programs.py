@@ -10,11 +10,7 @@ import torch.nn.functional as F
 from torch import nn
 from torch.func import grad, grad_and_value, vmap
 
-from invfunc import (
-    additive_coupling,
-    invertible_checkpoint,
-    tree,
-)
+from invfunc import additive_coupling, invertible_checkpoint, tree
 from invfunc.errors import ArgumentTypeError, InverseError
 from invfunc.pairs import momentum
 from invfunc.testing import assert_trees_close
@@ -213,10 +209,7 @@ def value(step, w, frozen=False):
     return (a * b).sin().sum()
 
 
-PAIRS = {
-    "coupling": lambda f: additive_coupling(f, f),
-    "momentum": lambda f: momentum(f, 0.9),
-}
+PAIRS = {"coupling": lambda f: additive_coupling(f, f), "momentum": lambda f: momentum(f, 0.9)}
 each_pair = pytest.mark.parametrize("pair", PAIRS)
 
 

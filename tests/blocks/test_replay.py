@@ -12,7 +12,7 @@ from torch.func import grad, jacrev, vjp, vmap
 
 from invfunc import additive_coupling, invertible_checkpoint, tree
 from invfunc.errors import InverseError
-from tests.invertible_same import gradients, leaves, squares
+from tests.invertible_cases import gradients, leaves, squares
 from tests.strategies import Numbers
 
 

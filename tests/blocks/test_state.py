@@ -9,7 +9,7 @@ from torch.func import grad
 
 from invfunc import Invertible, additive_coupling, invertible_checkpoint
 from invfunc.errors import ModifiedError
-from tests.invertible_same import f, f_inv, g, gradients, leaves, squares
+from tests.invertible_cases import f, f_inv, g, gradients, leaves, squares
 
 
 class Quantising(nn.Module):

@@ -76,14 +76,6 @@ def into_empty(p, x, y):
     return rows(out)
 
 
-def into_a_view(p, x, y):
-    z = x @ p["w"]
-    out = torch.empty(len(x), 8, dtype=x.dtype)
-    out[:, :4].copy_(z)
-    out[:, 4:].copy_(z.sin())
-    return rows(out)
-
-
 def into_a_view_mixed(p, x, y):
     z = x @ p["w"]
     out = z.clone()
@@ -131,13 +123,6 @@ def norm_input_in_place(p, x, y):
     z = F.layer_norm(h, (4,), p["b"])
     h.mul_(torch.arange(4, dtype=x.dtype))
     return rows(z)
-
-
-def pointwise_input_in_place(p, x, y):
-    h = x.clone()
-    z = h + p["b"]
-    h.add_(1)
-    return rows(z @ p["w"])
 
 
 def index_in_place(p, x, y):
@@ -230,11 +215,6 @@ def expanded_weight(p, x, y):
     return rows(torch.bmm(w, x[..., None])[..., 0])
 
 
-def repeated_weight(p, x, y):
-    w = p["w"].repeat(len(x), 1, 1)
-    return rows(torch.bmm(w, x[..., None])[..., 0])
-
-
 def tiled_weight(p, x, y):
     b = p["b"].repeat(len(x)).view(len(x), 4)
     return rows(x * b)
@@ -324,12 +304,6 @@ def both_views(p, x, y):
     return (a * b).sum(1)
 
 
-def both_views_swapped(p, x, y):
-    z = torch.cat([x, y], 0) @ p["w"]
-    a, b = z.chunk(2)
-    return rows(torch.cat([b, a], 0) * z)[: len(x)]
-
-
 def interleaved(p, x, y):
     z = torch.stack([x, y], 1).flatten(0, 1) @ p["w"]
     return (z[::2] * z[1::2]).sum(1)
@@ -374,11 +348,6 @@ def unused_batch_norm(p, x, y):
     return rows(z)
 
 
-def permuted_and_back(p, x, y):
-    i = torch.arange(len(x)).roll(1)
-    return rows(((x[i] @ p["w"])[i.argsort()]) * y)
-
-
 def rank(p, x, y):
     z = (x @ p["w"])[:, 0]
     return z * z.argsort().to(z)
@@ -417,24 +386,11 @@ def swapped_names(p, x, y):
     return (z * x).sum(1)
 
 
-def in_place_sum_of_data(p, x, y):
-    h = x.clone()
-    h -= h.mean(0)
-    return rows(h @ p["w"])
-
-
 def cached_in_place(p, x, y):
     """A cache of keys that is filled step by step, sample by sample."""
     cache = torch.zeros(len(x), 4, dtype=x.dtype)
     for i in range(len(x)):
         cache[i] = x[i] @ p["w"]
-    return rows(cache)
-
-
-def cached_and_mixed(p, x, y):
-    cache = torch.zeros(len(x), 4, dtype=x.dtype)
-    for i in range(len(x)):
-        cache[i] = x[i] @ p["w"] + (cache[i - 1] if i else 0)
     return rows(cache)
 
 
@@ -451,13 +407,6 @@ def new_from_sum(p, x, y):
     return rows(state * x)
 
 
-def filled_square(p, x, y):
-    """A tensor that f fills has as many features as there are samples."""
-    z = x @ p["w"]
-    h = torch.zeros(len(x), 4, dtype=x.dtype)
-    return rows(z + h + torch.arange(len(x), dtype=x.dtype) @ h)
-
-
 def filled_other_axis(p, x, y):
     z = x @ p["w"]
     h = torch.zeros(4, len(x), dtype=x.dtype)
@@ -469,12 +418,6 @@ def filled_written(p, x, y):
     h = torch.zeros(len(x), len(x), dtype=x.dtype)
     h += z.sum(1)
     return rows(h)
-
-
-def filled_of_features(p, x, y):
-    h = torch.zeros(len(x), 4, dtype=x.dtype)
-    h[:, 0] = (x @ p["w"]).sum(1)
-    return rows(h + h.roll(1, 1))
 
 
 def view_and_then_its_base(p, x, y):
@@ -489,13 +432,6 @@ def view_and_then_its_base_in_place(p, x, y):
     u = z[:, :2]
     z -= z.mean(0)
     return rows(u)
-
-
-def entries_by_a_view(p, x, y):
-    z = (x @ p["w"]).clone()
-    u = z.view(-1)
-    u[:4] = u[-4:]
-    return rows(z)
 
 
 def filled_and_viewed(p, x, y):
@@ -517,12 +453,6 @@ def written_into_a_parameter(p, x, y):
     if len(x) != 4:
         return rows(x)
     w.add_(x @ p["v"])
-    return rows(w)
-
-
-def written_into_a_copy_of_a_parameter(p, x, y):
-    w = p["b"].expand(len(x), 4).clone()
-    w.mul_(x @ p["v"])
     return rows(w)
 
 
@@ -648,12 +578,6 @@ def adversarial(p, x, y):
     return rows((x + 0.1 * d.sign()) @ p["w"])
 
 
-def adversarial_alone(p, x, y):
-    h = x.detach().clone().requires_grad_()
-    (d,) = torch.autograd.grad(rows(h @ p["w"].detach()).sum(), h)
-    return rows(x @ p["w"] + d @ p["v"])
-
-
 def adversarial_of_samples(p, x, y):
     h = x.detach().clone().requires_grad_()
     (d,) = torch.autograd.grad(rows(h @ p["w"].detach()).sum(), h)
@@ -666,11 +590,6 @@ def solved_by_a_constant(p, x, y):
     z = x @ p["w"]
     first = torch.linalg.solve(torch.eye(n, dtype=x.dtype), z)
     return rows(first + torch.linalg.solve(torch.ones(n, n, dtype=x.dtype) + torch.eye(n, dtype=x.dtype), z))
-
-
-def solved_by_a_constant_again(p, x, y):
-    n = len(x)
-    return rows(torch.linalg.solve(torch.ones(n, n, dtype=x.dtype) + torch.eye(n, dtype=x.dtype), x @ p["w"]))
 
 
 def picked_by_a_constant_mask(p, x, y):
@@ -693,14 +612,6 @@ def sparse_adjacency(p, x, y):
 def picked_by_a_tuple(p, x, y):
     z = (x @ p["w"]).T.contiguous()
     return rows(z[(0, 1, 2, 3),].T) + z[:, None][(0, 1),].sum((0, 1))
-
-
-def written_by_copies(p, x, y):
-    z = x @ p["w"]
-    out = z.new_zeros(2, len(x), 4)
-    out[0] = z
-    out[1] = z.flip(0)
-    return rows(out[0]) + rows(out[1])
 
 
 def momentum(p, x, y):
@@ -791,7 +702,6 @@ PROGRAMS |= {
     # A leaf by another way: the storage of the parameter as a new tensor
     "closure_of_params": lambda p, x, y: rows(x @ p["w"]) + rows(x @ p["w"].data.sin()),
     "flip": lambda p, x, y: rows((x @ p["w"]).flip(0) * y),
-    "flipped_twice": lambda p, x, y: rows((x.flip(0) @ p["w"]).flip(0) * y),
     "mixup": lambda p, x, y: rows((0.5 * x + 0.5 * x.roll(1, 0)) @ p["w"]),
     "kron": lambda p, x, y: rows(torch.kron(x, p["b"][None])),
     "outer_products": lambda p, x, y: torch.einsum("ni,mj,ij->n", x, y, p["w"]),
@@ -812,7 +722,6 @@ PROGRAMS |= {
     "product_of_losses": lambda p, x, y: rows(x @ p["w"]).prod(),
     # `[N, 1]` predictions against `[N]` targets: a well known mistake
     "mse_broadcast": lambda p, x, y: ((x @ p["w"][:, :1]) - y[:, 0]).square().mean(),
-    "mse_broadcast_rows": lambda p, x, y: ((x @ p["w"][:, :1]) - y[:, 0]).square().mean(1),
     "variance_of_all": lambda p, x, y: (x @ p["w"]).var(correction=0),
     "standardised_targets": lambda p, x, y: rows(x @ p["w"] - (y - y.mean()) / y.std(correction=0)),
     "pad_samples": lambda p, x, y: rows(F.pad(x @ p["w"], (0, 0, 1, 0))[:-1]),
@@ -826,18 +735,14 @@ PROGRAMS |= {
     "mean loss over a sum of the data": lambda p, x, y: rows(x @ p["w"]).sum() / x.abs().sum(),
     "sum over samples, keepdim": lambda p, x, y: rows(x @ p["w"] - (x @ p["w"]).mean(0, keepdim=True)),
     "cumsum": lambda p, x, y: rows((x @ p["w"]).cumsum(0)),
-    "cumsum of features": lambda p, x, y: rows((x @ p["w"]).cumsum(1)),
     "cummax": lambda p, x, y: rows((x @ p["w"]).cummax(0).values),
     "sort": lambda p, x, y: rows((x @ p["w"]).sort(0).values),
-    "sort of features": lambda p, x, y: rows((x @ p["w"]).sort(1).values * p["b"]),
     "topk of samples": lambda p, x, y: (x @ p["w"]).topk(1, 0).values.sum(),
     "gather": lambda p, x, y: rows((x @ p["w"]).gather(0, torch.zeros(len(x), 4, dtype=torch.long))),
-    "gather of features": lambda p, x, y: rows((x @ p["w"]).gather(1, (x > 0).long())),
     "index_select": lambda p, x, y: rows((x @ p["w"]).index_select(0, torch.arange(len(x)).flip(0))),
     "take": lambda p, x, y: (x @ p["w"]).take(torch.arange(len(x))).square(),
     "masked_scatter": lambda p, x, y: rows((x @ p["w"]).masked_scatter(x > 0, y @ p["v"])),
     "softmax of samples": lambda p, x, y: rows((x @ p["w"]).softmax(0)),
-    "log_softmax, no dim": lambda p, x, y: rows(F.log_softmax(x @ p["w"], 0)),
     "normalize of samples": lambda p, x, y: rows(F.normalize(x @ p["w"], dim=0)),
     "custom backward that mixes": lambda p, x, y: rows(Mixing.apply(x @ p["w"]).sin()),
     "custom backward that mixes, for torch.func": lambda p, x, y: rows(Sums.apply(x @ p["w"]).sin()),
@@ -847,25 +752,17 @@ PROGRAMS |= {
     "a regulariser with as many rows as samples": lambda p, x, y: (
         rows(x @ p["w"]).mean() + (p["w"] * torch.ones(4, 1).double()).square().sum()
     ),
-    "a regulariser with rows of different weight": lambda p, x, y: (
-        rows(x @ p["w"]).mean() + (torch.full((4, 1), 0.5).double() * p["w"]).square().sum()
-    ),
     "reflected product": lambda p, x, y: rows(p["w"].__rmatmul__(x)),
-    "reflected product of samples": lambda p, x, y: rows((x @ p["w"]).__rmatmul__(torch.ones(len(x), len(x)).double())),
     "custom function of a parameter": lambda p, x, y: rows(Scaled.apply(x @ p["w"], p["b"])),
     "custom function of a computed parameter": lambda p, x, y: rows(Scaled.apply(x, p["b"].sin())),
     "custom function of parameters alone": lambda p, x, y: rows(x @ Scaled.apply(p["w"], p["b"])),
-    "custom function of data alone": lambda p, x, y: rows(Scaled.apply(x, torch.ones(4).double()) @ p["w"]),
     "checkpoint": checkpointed(False),
     "checkpoint, reentrant": checkpointed(True),
     "columns that repeat": lambda p, x, y: rows(x @ p["w"][:, [0, 0, 1]]),
-    "columns that repeat by an index": lambda p, x, y: rows(x @ p["w"][:, torch.tensor([2, 2])]),
     "roll of samples": lambda p, x, y: rows((x @ p["w"]).roll(1, 0) * y),
-    "roll of all": lambda p, x, y: rows((x @ p["w"]).roll(1) * y),
     "sum of both": lambda p, x, y: rows(x @ p["w"]) + (x @ p["w"]).sum(),
     "repeat_interleave": lambda p, x, y: rows((x @ p["w"]).repeat_interleave(2, 0).view(-1, 8)),
     "repeat": lambda p, x, y: rows((x @ p["w"]).repeat(2, 1)[: len(x)]),
-    "repeat, read as pairs": lambda p, x, y: rows((x @ p["w"]).repeat(2, 1).view(-1, 8)),
     "reshape with features first": lambda p, x, y: rows((x @ p["w"]).reshape(4, -1).T),
     "matmul of samples": lambda p, x, y: rows((x @ p["w"]) @ (x @ p["w"]).T),
     "dot": lambda p, x, y: torch.dot((x @ p["w"]).flatten(), (y @ p["v"]).flatten()),
@@ -915,9 +812,6 @@ TERMS: dict[str, Callable] = {
     "topk of samples": lambda p, x, y: ((x @ p["w"]) * (x @ p["w"] == (x @ p["w"]).amax(0))).sum(1),
     "a constant minus a mean": lambda p, x, y: -rows(x @ p["w"]) / 2 / len(x),
     "a regulariser with as many rows as samples": lambda p, x, y: (rows(x @ p["w"]) + p["w"].square().sum()) / len(x),
-    "a regulariser with rows of different weight": lambda p, x, y: (
-        (rows(x @ p["w"]) + (p["w"] / 2).square().sum()) / len(x)
-    ),
     "dot": lambda p, x, y: ((x @ p["w"]) * (y @ p["v"])).sum(1),
     "vdot of losses": lambda p, x, y: rows(x @ p["w"]) * rows(y),
     "sum times a parameter": lambda p, x, y: rows(x @ p["w"]) * p["b"].sum(),

@@ -410,7 +410,7 @@ UNCALLED: dict[str, str] = {
     "states_after": "an operation of ours, of all steps of a recurrent layer, whose law is in tests/operations",
     **dict.fromkeys(
         ["_VariableFunctionsClass." + x for x in ("poisson", "binomial", "_standard_gamma", "_sample_dirichlet")],
-        "draws by rejection, so that what is drawn later hangs on what was drawn before; tests/core/test_draws.py",
+        "draws by rejection, so that what is drawn later hangs on what was drawn before; tests/core/test_once_wrong.py",
     ),
     "_VariableFunctionsClass.empty_like": "its numbers are those that lie there",
     **dict.fromkeys([f"TensorBase.__{name}__" for name in ("bool", "float", "int", "long")], "they return numbers"),

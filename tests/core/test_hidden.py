@@ -16,7 +16,9 @@ from invfunc import (
     chunked,
     diag_ggn,
     diag_hessian,
+    functional,
     gram,
+    kfac,
     reduced,
     together,
     tree,
@@ -160,14 +162,8 @@ FIRST = {
     "chunks": (lambda f: chunked(batch_grad(f), 2), lambda G: G),
     "chunks of one": (lambda f: chunked(variance(f), N), FIRST_ORDER["variance"].of_shares),
     "chunks of parameters": (lambda f: chunked(variance(f), 2, over="params"), FIRST_ORDER["variance"].of_shares),
-    "together": (
-        lambda f: together(batch_grad(f), variance(f)),
-        lambda G: (G, FIRST_ORDER["variance"].of_shares(G)),
-    ),
-    "reduced": (
-        lambda f: reduced(batch_grad(f), lambda g: g.sum(0)),
-        lambda G: tree.map_leaves(lambda g: g.sum(0), G),
-    ),
+    "together": (lambda f: together(batch_grad(f), variance(f)), lambda G: (G, FIRST_ORDER["variance"].of_shares(G))),
+    "reduced": (lambda f: reduced(batch_grad(f), lambda g: g.sum(0)), lambda G: tree.map_leaves(lambda g: g.sum(0), G)),
 }
 
 
@@ -343,3 +339,73 @@ def test_shares_are_those_of_the_loop_or_refused(way, loss):
         assert way not in FOUND
         return
     assert_trees_close(found, loop(f, P, X_LOST, Y_LOST), EXACT_LOST)
+
+
+# Operations called by the names of all their arguments, and parts that torch.compile made: statistics are the same
+
+N_C, T, D = 5, 3, 4
+P_C = {"w": Numbers()(D, D), "b": Numbers(1)(D)}
+X_C, Y_C = Numbers(2)(N_C, T, D), Numbers(3).below(2, N_C)
+
+OPERATIONS = {
+    "linear": (lambda p, x: F.linear(x, p["w"], p["b"]), lambda p, x: F.linear(weight=p["w"], bias=p["b"], input=x)),
+    "matmul": (lambda p, x: torch.matmul(x, p["w"]), lambda p, x: torch.matmul(input=x, other=p["w"])),
+    "conv1d": (
+        lambda p, x: F.conv1d(x.mT, p["w"][..., None], p["b"]),
+        lambda p, x: F.conv1d(input=x.mT, weight=p["w"][..., None], bias=p["b"]),
+    ),
+    "layer_norm": (
+        lambda p, x: F.layer_norm(x @ p["w"], (D,), p["b"]),
+        lambda p, x: F.layer_norm(input=x @ p["w"], normalized_shape=(D,), weight=p["b"]),
+    ),
+    "cat": (lambda p, x: torch.cat([x @ p["w"], x], -1), lambda p, x: torch.cat(tensors=[x @ p["w"], x], dim=-1)),
+    "where": (
+        lambda p, x: torch.where(x > 0, x @ p["w"], x * p["b"]),
+        lambda p, x: torch.where(condition=x > 0, input=x @ p["w"], other=x * p["b"]),
+    ),
+    "attention": (
+        lambda p, x: F.scaled_dot_product_attention(x @ p["w"], x, x * p["b"]),
+        lambda p, x: F.scaled_dot_product_attention(query=x @ p["w"], key=x, value=x * p["b"]),
+    ),
+    "max_pool1d": (
+        lambda p, x: F.max_pool1d(x @ p["w"], 2),
+        lambda p, x: F.max_pool1d(input=x @ p["w"], kernel_size=2),
+    ),
+}
+STATISTICS = {
+    "batch_grad": batch_grad,
+    "diag_ggn": diag_ggn,
+    "diag_hessian": diag_hessian,
+    "kfac": lambda f: kfac(f, fisher="exact", unsupported="diagonal"),
+}
+
+
+@pytest.mark.parametrize("statistic", STATISTICS)
+@pytest.mark.parametrize("operation", OPERATIONS)
+def test_statistics_are_those_of_calls_by_place(operation, statistic):
+    found, wanted = (
+        STATISTICS[statistic](lambda p, x, y, g=g: F.cross_entropy(input=g(p, x).flatten(1), target=y))(P_C, X_C, Y_C)
+        for g in reversed(OPERATIONS[operation])
+    )
+    if statistic == "kfac":
+        assert repr(found) == repr(wanted)
+        found, wanted = ({k: v.dense() for k, v in each.items()} for each in (found, wanted))
+    assert_trees_close(found, wanted, 1e-10)
+
+
+# What torch.compile made, in f: it runs as it was written, whether it has been called before or not
+
+
+@pytest.mark.parametrize("make", [batch_grad, variance, diag_ggn, diag_hessian])
+class TestCompiled:
+    @pytest.mark.parametrize("called", [False, True], ids=["first", "later"])
+    def test_modules(self, make, called):
+        x, y = Numbers()(4, 5), Numbers(1).below(3, 4)
+        torch.compiler.reset()
+        net = nn.Sequential(nn.Linear(5, 6), nn.Tanh(), nn.Linear(6, 3)).double()
+        compiled = torch.compile(net, backend="eager")
+        if called:
+            compiled(x)
+        (f, params), (plain, weights) = functional(compiled), functional(net)
+        came, wanted = make(mean(f))(params, x, y), make(mean(plain))(weights, x, y)
+        assert_trees_close({k.removeprefix("_orig_mod."): v for k, v in came.items()}, wanted, rtol=1e-10)

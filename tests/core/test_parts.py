@@ -9,12 +9,7 @@ import torch.nn.functional as F
 from hypothesis import strategies as st
 
 import invfunc
-from invfunc import (
-    batch_grad,
-    batch_jacobian,
-    chunked,
-    diag_ggn,
-)
+from invfunc import batch_grad, batch_jacobian, chunked, diag_ggn
 from invfunc.errors import SampleAxisError
 from invfunc.testing import assert_trees_close
 from tests.strategies import Numbers

@@ -15,10 +15,11 @@ import invfunc
 from invfunc import distributed, streamed
 from invfunc.errors import ArgumentError, ArgumentTypeError
 from invfunc.testing import assert_trees_close
-from tests.data_sets.test_streamed import AT_ONCE, EXACT, SAMPLED, linear, losses
+from tests.data_sets.test_streamed import AT_ONCE, EXACT, SAMPLED, batches, linear, losses
+from tests.data_sets.test_streamed_checkpoint import Lost, breaking, same
 from tests.many_processes import LAID, PRODUCTS, Example, forked, hold, start
 from tests.networks import CLASSES, LOSSES, NETWORKS
-from tests.processes_failing import after_one_is_gone, told_of_all
+from tests.processes_failing import after_one_is_gone, all_of_it, told_of_all
 from tests.rows import BOTH, LOSS, ROWS
 from tests.strategies import Numbers
 
@@ -196,3 +197,27 @@ class TestErrors:
     def test_chunks_come_inside(self, data):
         with pytest.raises(ArgumentTypeError, match="Chunk the statistic inside"):
             invfunc.chunked(distributed(invfunc.variance(losses)), 2)
+
+
+# distributed(streamed(t, checkpoint=, out=)): each process has a file of its own, and rows of its own
+
+
+def test_processes_go_on_as_if_nothing_had_happened(tmp_path):
+    """Of three processes, one of which has no samples."""
+    folder = tmp_path / "states"
+    folder.mkdir()
+    assert start(3, all_of_it, str(folder)) == [[], [], []]
+
+
+def test_one_alone_has_the_file_of_the_first(data, tmp_path):
+    params, *rest = data
+    t, parts, file = invfunc.variance(losses), batches([2, 4], *rest), tmp_path / "state"
+    with pytest.raises(Lost):
+        distributed(streamed(t, checkpoint=file))(params, lambda: breaking(parts, 2))
+    assert [path.name for path in tmp_path.iterdir()] == ["state.0"]
+    written = torch.load(tmp_path / "state.0")
+    same(distributed(streamed(t, checkpoint=file))(params, parts), streamed(t)(params, parts))
+    assert not list(tmp_path.iterdir())
+    torch.save({**written, "identity": {**written["identity"], "the process": "0 of 2"}}, tmp_path / "state.0")
+    with pytest.raises(ArgumentError, match="another value of the process: 0 of 2, and not 0 of 1"):
+        distributed(streamed(t, checkpoint=file))(params, parts)

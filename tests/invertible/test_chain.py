@@ -81,7 +81,7 @@ KINDS: dict[str, Callable[[Numbers], Block]] = {
     "kept": lambda rand: Block(invertible_checkpoint(stretched, shrunk, keep=True, check=True), rand(1, 1), stretched),
 }
 HIDING: dict[str, Callable[[Numbers], Block]] = {
-    "hidden": lambda rand: Block(layers.batch_norm(), None, lambda x: F.batch_norm(x, None, None, training=True)),
+    "hidden": lambda rand: Block(layers.batch_norm(), None, lambda x: F.batch_norm(x, None, None, training=True))
 }
 NO_WAY_BACK: dict[str, Callable[[Numbers], Block]] = {
     "plain": lambda rand: Block(mixed, rand(WIDTH, WIDTH), mixed),

@@ -1,17 +1,24 @@
 """All that is inverted or decomposed in float32, with eigenvalues over eight decades: right, or an error."""
 
+from __future__ import annotations
+
 from functools import partial
+from typing import Any
 
 import pytest
 import torch
 import torch.nn.functional as F
 from torch import nn
+from torch.autograd import forward_ad
+from torch.func import vmap
 
 import invfunc
-from invfunc import eigenpairs, kronecker, predictive_covariance
+from invfunc import eigenpairs, kronecker, predictive_covariance, tree
 from invfunc._torch import precision
-from invfunc.errors import ArgumentError
-from invfunc.kronecker import Kronecker
+from invfunc.errors import ArgumentError, ArgumentTypeError
+from invfunc.kronecker import Kronecker, LowRank
+from invfunc.linear_algebra.contract import patches_gram
+from tests.matrices import assert_near, flat
 from tests.strategies import Numbers
 
 RIGHT = 1e-4
@@ -184,3 +191,83 @@ def test_factors_that_are_not_finite_say_so(made):
     for use in uses:
         with pytest.raises(ArgumentError, match=r"of params\['weight'\] is not finite: \d+ of \d+ entries .* inputs"):
             use()
+
+
+# The Gram matrix of patches through displacements is the one of the patches
+
+LARGE: Any = (8, 32, 16, 16), (3, 3), [(1, 1)] * 2, (1, 1)
+
+
+def test_leaves_to_the_patches_what_is_differentiated():
+    shape, *options = LARGE
+    x = Numbers()(*shape)
+    seen = []
+
+    def look(x):
+        seen.append(patches_gram(x, *options))
+        return x.sum()
+
+    look(x.clone().requires_grad_())
+    torch.func.grad(look)(x)
+    torch.func.vmap(look)(x[None])
+    with forward_ad.dual_level():
+        look(forward_ad.make_dual(x, x))
+    assert seen == [None] * 4 and patches_gram(x, *options) is not None
+
+
+# Matrices of low rank over all parameters, against dense ones
+
+VECTORS = {"w": Numbers(0)(3, 2, 4), "b": Numbers(1)(3)}
+
+
+@pytest.mark.quick
+class TestProduct:
+    def test_is_that_of_the_matrix(self):
+        u = torch.cat([x.reshape(3, -1) for x in VECTORS.values()], 1)
+        v = {"w": Numbers(2)(5, 6, 2, 4), "b": Numbers(3)(5, 6)}
+        every = torch.cat([v["w"].flatten(2), v["b"][..., None]], 2)
+        for weights, scale in ((None, 0.0), (Numbers(4)(3), 2.0), (Numbers(4)(3), torch.tensor(0.5).double())):
+            matrix = u.T @ (torch.ones(3) if weights is None else weights).double().diag() @ u + scale * torch.eye(9)
+            given = LowRank(VECTORS, weights, scale)
+            found = given @ v
+            assert_near(torch.cat([found["w"].flatten(2), found["b"][..., None]], 2), every @ matrix, 1e-12)
+            one = {"b": v["b"][0, 0], "w": v["w"][0, 0]}
+            assert [*(given @ one)] == ["b", "w"]
+            assert_near(flat({name: (given @ one)[name] for name in VECTORS}), matrix @ every[0, 0], 1e-12)
+
+    def test_of_no_vectors_is_that_of_the_scale(self):
+        v = {"w": torch.ones(2, 4), "b": torch.ones(())}
+        given = LowRank({"w": torch.zeros(0, 2, 4), "b": torch.zeros(0)}, scale=2.0)
+        assert all(torch.equal(x, torch.full_like(x, 2.0)) for x in tree.leaves(given @ v))
+
+    def test_has_the_dtype_of_the_vector(self):
+        narrow = tree.map_tensors(lambda x: x.bfloat16(), VECTORS)
+        v = {"w": torch.ones(2, 4).bfloat16(), "b": torch.ones(()).bfloat16()}
+        found = LowRank(narrow, Numbers(4)(3), 2.0) @ v
+        wide = tree.map_tensors(torch.Tensor.double, narrow)
+        wanted = LowRank(wide, Numbers(4)(3), 2.0) @ tree.map_tensors(torch.Tensor.double, v)
+        assert all(x.dtype == torch.bfloat16 for x in tree.leaves(found))
+        assert_near(flat(tree.map_tensors(torch.Tensor.double, found)), flat(wanted), 1e-2)
+
+    def test_goes_through_transforms(self):
+        given = LowRank(VECTORS, Numbers(4)(3), 2.0)
+        assert len(tree.tensors(given)) == 3 and repr(given) == "LowRank(rank 3 of 9, scale=2.0, dtype=torch.float64)"
+        v = {"w": Numbers(2)(5, 2, 4), "b": Numbers(3)(5)}
+        assert_near(flat(vmap(given.__matmul__)(v)), flat(given @ v), 1e-12)
+
+
+def test_refusals():
+    with pytest.raises(ArgumentError, match=r"vectors\['b'\] has shape \[2\], but has to have 3 vectors along axis 0"):
+        LowRank({**VECTORS, "b": torch.ones(2)})
+    with pytest.raises(ArgumentTypeError, match=r"vectors\['b'\] is of type NoneType, but has to be a tensor"):
+        LowRank({**VECTORS, "b": None})
+    with pytest.raises(ArgumentError, match=r"weights has shape \[2\], but has to have \[3\]"):
+        LowRank(VECTORS, torch.ones(2))
+    with pytest.raises(ArgumentTypeError, match=r"scale is of type str"):
+        LowRank(VECTORS, scale="1")
+    with pytest.raises(ArgumentError, match=r"vectors has an entry vectors\['b'\], but v has none"):
+        LowRank(VECTORS) @ {"w": torch.ones(2, 4)}
+    with pytest.raises(ArgumentError, match=r"v\['w'\] has shape \[4, 2\], but has to have \[2, 4\]"):
+        LowRank(VECTORS) @ {"w": torch.ones(4, 2), "b": torch.ones(())}
+    with pytest.raises(ArgumentError, match=r"v\['b'\] has shape \[4\], but has to have \[5\]"):
+        LowRank(VECTORS) @ {"w": torch.ones(5, 2, 4), "b": torch.ones(4)}

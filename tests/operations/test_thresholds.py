@@ -16,15 +16,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import nn
 
-from invfunc import (
-    functional,
-    kfac,
-    thresholds,
-)
+from invfunc import functional, kfac, thresholds
 from invfunc.linear_algebra.contract import contract, joined, outer, patches_gram, summed, unfolded
-from invfunc.testing import (
-    assert_trees_close,
-)
+from invfunc.testing import assert_trees_close
 from invfunc.testing.models import moved
 from tests.crossed import GATES_OF_PATCHES, HIGHEST, LOWEST, SIDES, sides, thresholds_at
 from tests.kfac_loops import loop_kfac

@@ -21,7 +21,7 @@ from invfunc.testing import assert_trees_close
 from tests import matrices
 from tests.matrices import assert_near, directions, flat
 from tests.networks import total
-from tests.operations.test_stated_effects import having
+from tests.operations.test_rules import having
 from tests.strategies import Numbers
 
 
@@ -159,7 +159,7 @@ def test_the_hessian_is_the_derivative_of_the_gradient(device, called):
 
 
 FORWARD_MODE = {"mse_loss", "huber_loss", "soft_margin_loss"}
-"""Losses whose law is in `tests/evaluation/test_forward_mode.py`."""
+"""Losses whose law is in `tests/evaluation/test_memory_of_results.py`."""
 FORMS = having("twice")
 SPELLED = {"__abs__", "absolute"}
 """Other names of abs, whose law is below."""

@@ -113,10 +113,7 @@ def test_other_axes_and_what_all_samples_share():
     def f(w, x, scale):
         return (x.mT @ w).square() * scale
 
-    t, c = (
-        invfunc.batch_grad(f, in_dims=(1, None)),
-        compiled(invfunc.batch_grad(f, in_dims=(1, None)), pad=[4]),
-    )
+    t, c = (invfunc.batch_grad(f, in_dims=(1, None)), compiled(invfunc.batch_grad(f, in_dims=(1, None)), pad=[4]))
     for n in (3, 2):
         w, x = Numbers(0)(5), Numbers(n)(5, n)
         assert_trees_close(c(w, x, w[0]), t(w, x, w[0]), 1e-12)

@@ -9,7 +9,7 @@ import torch.nn.functional as F
 from hypothesis import given
 from hypothesis import strategies as st
 from torch import nn
-from torch.func import grad, vmap
+from torch.func import vmap
 
 import invfunc
 from invfunc import eigenpairs, ggnvp, kronecker, tree
@@ -63,14 +63,6 @@ def rows(vectors):
 
 def damped(matrix, damping=DAMPING):
     return matrix + damping * torch.eye(len(matrix)).to(matrix)
-
-
-def several(v, like):
-    """Vectors `[*lead, P]` as a tree."""
-    leaves, structure = tree.flatten(like)
-    parts = v.split([x.numel() for x in leaves], -1)
-    shaped = [x.reshape(*v.shape[:-1], *p.shape) for x, p in zip(parts, leaves, strict=True)]
-    return tree.unflatten(shaped, structure)
 
 
 class TestPairs:
@@ -150,35 +142,6 @@ class TestPairs:
         assert peak_memory(lambda: eigenpairs(f, F.cross_entropy)(params, x, y))[1] < 40 * 2**20
         assert peak_memory(lambda: pairs.solve(v, 1.0))[1] < 16 * 2**20
         assert peak_memory(lambda: pairs.vectors(top=2))[1] < 16 * 2**20
-
-
-class TestSolve:
-    def test_composes(self):
-        """Axes in front, vmap and derivatives in v, derivatives in damping; v in another order."""
-        loss, net = LOSSES[0], network("affine", 3)
-        args = net.params, net.x, loss.target(Numbers(1), 3)
-        pairs, damping = eigenpairs(net.f, loss)(*args), torch.tensor(DAMPING, dtype=torch.float64)
-        inverse = damped(matrices.ggn(net.f, loss, *args)).inverse()
-        v, like = Numbers(2)(4, 2, pairs.size), net.params
-
-        def solve(v, damping=damping):
-            found = pairs.solve(several(v, like), damping)
-            return torch.cat([x.flatten(v.ndim - 1) for x in tree.leaves(found)], -1)
-
-        assert_near(solve(v), v @ inverse, 1e-11)
-        assert_near(vmap(vmap(solve), 1, 1)(v), v @ inverse, 1e-11)
-        of_v = grad(lambda v: (solve(v) * v).sum())(v)
-        assert_near(of_v, 2 * v @ inverse, 1e-11)
-        one = v[0, 0]
-        leaf = one.clone().requires_grad_()
-        (solve(leaf) * one).sum().backward()
-        assert_near(leaf.grad, inverse @ one, 1e-11)
-        assert_near(grad(lambda d: solve(one, d) @ one)(damping), -(inverse @ one) @ (inverse @ one), 1e-10)
-        assert_near(grad(pairs.logdet)(damping), inverse.trace(), 1e-10)
-        assert_near(vmap(pairs.logdet)(damping.expand(2)), pairs.logdet(damping).expand(2), 1e-12)
-        turned = dict(reversed(several(one, like).items()))
-        assert_near(flat(tree.map_leaves(lambda x: x, pairs.solve(turned, DAMPING))), inverse @ one, 1e-11)
-        assert solve(v[:0]).shape == (0, 2, pairs.size)
 
 
 class TestRuns:

@@ -9,16 +9,7 @@ import torch.nn.functional as F
 from hypothesis import given
 from hypothesis import strategies as st
 
-from invfunc import (
-    diag_ggn,
-    functional,
-    ggnvp,
-    hvp,
-    kfac,
-    linearize,
-    outputs,
-    tree,
-)
+from invfunc import diag_ggn, functional, ggnvp, hvp, kfac, linearize, outputs, tree
 from invfunc.errors import ArgumentError, ConvexityError
 from invfunc.testing import assert_trees_close
 from invfunc.testing.memory import peak_memory

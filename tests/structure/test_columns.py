@@ -20,8 +20,7 @@ from invfunc.testing.models import moved
 from tests.crossed import thresholds_at
 from tests.laws import composed
 from tests.strategies import Numbers
-from tests.structure_losses import criteria_of
-from tests.structures import NETWORKS, always
+from tests.structures import NETWORKS, always, criteria_of
 
 EXACT, FLOOR = 1e-9, 1e-6
 """The second is what counts as the largest entry of a leaf where all cancels, as of a shift before a norm."""

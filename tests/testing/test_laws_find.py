@@ -1,13 +1,23 @@
 """Faults of a user are found, with the smallest case: a rule, an inverse, a model that mixes its samples."""
 
+import subprocess
+import sys
+from dataclasses import fields, replace
+
 import pytest
 import torch
 import torch.nn.functional as F
+from hypothesis import given as drawing
+from hypothesis import settings
+from hypothesis import strategies as st
 
 import invfunc
 from invfunc import tree
-from invfunc.testing import laws
-from invfunc.testing.models import Loss, Model, Problem
+from invfunc._torch import functorch
+from invfunc.testing import assert_trees_close, laws, strategies
+from invfunc.testing.laws.rows import FACTORS, ROWS
+from invfunc.testing.models import FAMILIES, Loss, Model, Problem
+from tests.networks import LOSSES, network
 from tests.strategies import Numbers
 
 
@@ -227,3 +237,226 @@ def test_other_random_numbers_under_vmap_are_no_failure():
     args = lambda p, x: f(p, x).flatten(1), params, Numbers()(2, 2, 4), Numbers(1)(2, 8)
     table = laws.check(*args, loss=F.mse_loss, only="vmap over parameters is the loop")
     assert table.outcomes[0].state == "does not apply" and "other random numbers under vmap" in str(table)
+
+
+# A law that cannot fail is worthless: for each of them a fault is planted that it finds, and it holds without
+
+
+def spoilt(result):
+    """One number of it is wrong by a tenth."""
+
+    def one(x):
+        x = x.clone(memory_format=torch.contiguous_format)
+        x.view(-1)[:1] *= 1.1
+        return x
+
+    leaves, form = tree.separate(result)
+    return form.join([one(leaves[0]), *leaves[1:]])
+
+
+def when(condition):
+    return lambda t, given, result: spoilt(result) if condition(t) else result
+
+
+def of_one(t, given, result):
+    return spoilt(result)
+
+
+ALWAYS = "batch_grad"
+FAULTS = {
+    "per-sample gradients sum to the gradient": (ALWAYS, of_one),
+    "per-sample gradients equal their loop": (
+        ALWAYS,
+        lambda t, given, result: tree.map_tensors(lambda g: g.flip(0), result),
+    ),
+    "the GGN equals its loop": ("sqrt_ggn", of_one),
+    "the Hessian equals its loop": ("diag_hessian", of_one),
+    "Jacobians equal their loop": ("batch_jacobian", of_one),
+    "K-factors of one sample are its block": ("kfac empirical", of_one),
+    "grad of a statistic is that of its loop": (
+        ALWAYS,
+        lambda t, given, result: result if functorch.transforming() else tree.map_tensors(torch.detach, result),
+    ),
+    "vmap over parameters is the loop": (ALWAYS, when(lambda t: functorch.transforming())),
+}
+ELSEWHERE = {"products equal those of the matrix", "samples do not mix"}
+OF_F = [name for name, law in laws.LAWS.items() if "a function" in law.subjects]
+
+
+def checked(*args, only):
+    return laws.check(*args, loss=LOSSES[0], only=only)
+
+
+def given():
+    """A small model that all laws apply to."""
+    net = network("affine", 3)
+    return net, (net.f, net.params, net.x, LOSSES[0].target(Numbers(1), 3))
+
+
+def faulty(t, fault):
+    """A statistic that computes with a fault."""
+
+    class Wrong(type(t)):
+        owned = False  # else copies are made of what shares memory
+
+        def compute(self, args, kwargs, names):
+            result, aux = super().compute(args, kwargs, names)
+            return fault(self, args, result), aux
+
+    return Wrong(**{f.name: getattr(t, f.name) for f in fields(t) if f.init})
+
+
+def planted(fault, name, monkeypatch):
+    """The statistic of a row has a fault."""
+    row = ROWS[name]
+
+    def make(*functions, **options):
+        return faulty(row.make(*functions, **options), fault)
+
+    monkeypatch.setitem(ROWS, name, replace(row, make=make))
+
+
+def test_each_law_of_functions_has_a_fault():
+    assert {*FAULTS} | ELSEWHERE == {*OF_F}
+
+
+@pytest.mark.parametrize("law", FAULTS)
+def test_finds_its_fault(law, monkeypatch):
+    net, args = given()
+    assert checked(*args, only=law).outcomes[0].state == "holds"
+    name, fault = FAULTS[law]
+    planted(fault, name, monkeypatch)
+    with pytest.raises(AssertionError, match=f"a law does not hold: {law}"):
+        checked(*args, only=law)
+
+
+@pytest.mark.parametrize("product", ["hvp", "ggnvp"])
+@pytest.mark.parametrize("linearized", [False, True])
+def test_finds_a_wrong_product(product, linearized, monkeypatch):
+    net, args = given()
+    right = getattr(invfunc, product)
+
+    class Wrong:
+        def __init__(self, *given, **options):
+            self.of = right(*given, **options)
+
+        def __call__(self, *given):
+            return self.of(*given) if linearized else spoilt(self.of(*given))
+
+        def linearize(self, *given):
+            at = self.of.linearize(*given)
+            return lambda v: spoilt(at(v))
+
+    law = "products equal those of the matrix"
+    assert checked(*args, only=law).outcomes[0].state == "holds"
+    monkeypatch.setattr(invfunc, product, Wrong)
+    with pytest.raises(AssertionError, match=product):
+        checked(*args, only=law)
+
+
+# The laws that users are given hold for drawn models and losses: for all statistics at once, in every form
+
+OF_FUNCTIONS = [name for name, law in laws.LAWS.items() if "a function" in law.subjects]
+FORMS = {
+    "a model and its loss": lambda of: (of.args, of.options),
+    "a loss function": lambda of: ((of.f, of.model.params, *of.batch), {"in_dims": of.in_dims}),
+    "a model": lambda of: (of.args[:-1], {"in_dims": of.in_dims[0]}),
+}
+COMPUTED = ["derived", "recurrent"]
+"""Families that have no K-factors: weights are computed from parameters."""
+OF_FACTORS = "K-factors of one sample are its block"
+
+
+def quick(names):
+    """The cheap and telling ones come first."""
+    return [pytest.param(name, marks=pytest.mark.quick) for name in names]
+
+
+def some(model):
+    """A loss that the outputs of the model take."""
+    losses = strategies.losses(["mse_loss", "bce", "log cosh of outputs"] if model.family == "sequence" else None)
+    return st.builds(strategies.Problem, st.just(model), losses)
+
+
+def may_be_refused(of, problem):
+    """Not every model has K-factors."""
+    row = ROWS.get(of.split(" over ")[0].split(", ")[0].removesuffix(" of the model"))
+    factors = of.startswith(("K-factors", "kfac of params")) if row is None else row.gives == FACTORS
+    return of.startswith("kfra") or (factors and problem.model.family in COMPUTED)
+
+
+@pytest.mark.parametrize("law", [*quick(OF_FUNCTIONS[:6]), *OF_FUNCTIONS[6:]])
+@drawing(st.data())
+@settings(max_examples=4)
+def test_of_functions(law, dtype, device, data):
+    families = [name for name in FAMILIES if law != OF_FACTORS or name not in COMPUTED]
+    problems = strategies.models(families, in_dims=(0, 1), dtype=dtype, device=str(device)).flatmap(some)
+    problem, form = data.draw(problems), data.draw(st.sampled_from([*FORMS]))
+    args, options = FORMS[form](problem)
+    table = laws.check(*args, **options, only=law, seconds=300)
+    (outcome,) = table.outcomes
+    assert outcome.tried or outcome.why_not or outcome.inapplicable, table
+    assert not outcome.left and all(may_be_refused(of, problem) for of in outcome.refused), table
+
+
+@pytest.mark.parametrize("law", [name for name, law in laws.LAWS.items() if "a pair" in law.subjects])
+@drawing(st.data())
+@settings(max_examples=5)
+def test_of_pairs(law, dtype, device, data):
+    of = data.draw(strategies.pairs(dtype=dtype, device=str(device)))
+    table = laws.check_pair(of.pair, of.x, *of.args, only=law, seconds=300)
+    assert table.outcomes[0].state in ("holds", "does not apply") and not table.refused, table
+
+
+# Draws of the public strategies: small, of every family, in any precision, printed as code that makes them again
+
+DRAWN = {
+    "models": strategies.models([*FAMILIES]),
+    "models of other axes": strategies.models(["affine", "perceptron"], in_dims=(0, 1)),
+    "losses": strategies.losses(),
+    "problems": strategies.problems(),
+    "pairs": strategies.pairs(),
+    "chunkings": strategies.chunkings(),
+    "splits": strategies.splits(5),
+}
+
+
+def numbers(value):
+    """All that a value is made of."""
+    if isinstance(value, strategies.Problem):
+        return numbers(value.model), value.target
+    if isinstance(value, strategies.Model):
+        return value.params, value.x, value.f(value.params, value.x)
+    if isinstance(value, strategies.Pair):
+        return value.x, value.args, value.pair(value.x, *value.args)
+    return torch.tensor(hash(str(value)) % 1000)
+
+
+@pytest.mark.parametrize("what", DRAWN)
+@settings(max_examples=8)
+@drawing(data=st.data())
+def test_values_print_as_code_that_makes_them_again(what, data):
+    value = data.draw(DRAWN[what])
+    names = {"torch": torch}
+    exec(f"from invfunc.testing.strategies import *\nvalue = {value!r}", names)
+    assert names["value"] == value
+    assert_trees_close(numbers(names["value"]), numbers(value), 0.0)
+
+
+@pytest.mark.slow
+def test_without_hypothesis_there_are_laws_and_an_error_names_the_extra():
+    code = """
+import sys
+sys.modules["hypothesis"] = None
+import torch, invfunc
+from invfunc.testing import laws
+laws.check(lambda w, x: (x @ w).square(), torch.ones(2), torch.eye(2), only="per-sample gradients sum to the gradient")
+try:
+    from invfunc.testing import strategies
+except invfunc.errors.MissingExtraError as error:
+    assert "invfunc[testing]" in str(error)
+else:
+    raise AssertionError("no error")
+"""
+    run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert run.returncode == 0, run.stdout + run.stderr

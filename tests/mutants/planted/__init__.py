@@ -1,5 +1,9 @@
-"""The faults: of the core, the statistics, what is chunked, streamed or planned, and invertible functions."""
+"""Lists of faults, one for each part of the library: TOML tables of the fields of a `Fault`."""
 
-from tests.mutants.planted import core, invertible, scale, statistics
+import tomllib
+from pathlib import Path
 
-FAULTS = [*core.FAULTS, *statistics.FAULTS, *scale.FAULTS, *invertible.FAULTS]
+from tests.mutants.fault import Fault
+
+FILES = sorted(Path(__file__).parent.glob("*.toml"))
+FAULTS = [Fault(**fields) for file in FILES for fields in tomllib.loads(file.read_text())["fault"]]
