@@ -354,8 +354,8 @@ class Look:
 
 
 OUTPUTS, LOSSES, MODEL, WHOLE = "outputs", "losses", "a model", "a loss"
-"""What f is run for: its outputs, given apart from their loss or found in f; the losses of the samples; the outputs of
-a model function, which has no loss; the loss as one number."""
+"""Results for which f is run: its outputs, given apart from their loss or found in f; the losses of the samples; the
+outputs of a model function, which has no loss; the loss as one number."""
 
 
 @dataclass

@@ -7,7 +7,7 @@ class InvFuncError(Exception):
     """Base of all errors of this library."""
 
     told = False
-    """Whether the message opens with the call that failed."""
+    """True if the message opens with the call that failed."""
 
 
 class ArgumentError(InvFuncError, ValueError):
@@ -22,7 +22,7 @@ class SampleAxisError(InvFuncError, ValueError):
     """The gradient of a single sample is not defined, or cannot be followed: f mixes the samples."""
 
     unknown = False
-    """Whether nothing is known about the operation, so that it may keep the samples apart after all."""
+    """True if nothing is known about the operation, so that it may keep the samples apart after all."""
     reason = ""
     """The operation at which the samples are lost."""
 
@@ -93,7 +93,7 @@ class CertificateError(InvFuncError, RuntimeError):
     path = ""
     """The entry that was looked at."""
     found = expected = float("nan")
-    """What the result has there, and what the other path gives."""
+    """Entries of the result there, and those of the other path."""
     seed = 0
     """By which the entry is drawn again."""
 

@@ -100,7 +100,7 @@ class Functional:
         self._shards = [name for name, p in model.named_parameters() if sharded(p)]
         self._special = bool(self._shards) or any(divided(type(m)) or _cached(type(m)) for m in model.modules())
         self._on_copy = self._special
-        """Whether f runs on a copy of the module: with cached properties, fully_shard or checkpointed parts."""
+        """True if f runs on a copy of the module: with cached properties, fully_shard or checkpointed parts."""
         self._known = set[Any]()
         """Modes of the module in which f has run, and the names of what was given."""
 

@@ -183,7 +183,7 @@ class _Hessian(_Backend):
 
 
 _AT_ONCE = 64
-"""How many products with the Hessian are computed at once."""
+"""Number of products with the Hessian that are computed at once."""
 _laplace = partial(extra, package="laplace-torch")
 _BACKENDS: dict[str, tuple[type[_Backend], str]] = {
     "InvFuncGGN": (_GGN, "GGNInterface"),

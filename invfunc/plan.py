@@ -55,9 +55,9 @@ class Options:
     plan: Plan = field(default_factory=Plan)
     dense: bool = False
     reduce: Callable[[str, Any], Any] | None = None
-    """What becomes of the result of a parameter (by its key path) as soon as it is known."""
+    """Function of the result of a parameter (by its key path), called as soon as it is known."""
     progress: str = ""
-    """What a progress bar says, if there is one."""
+    """Text of a progress bar, if there is one."""
 
 
 def even(length: int, size: int) -> list[tuple[int, int]]:
@@ -73,9 +73,9 @@ class ReportPart:
     """"closed form", "local", "narrow", "dense" or "entry by entry"."""
     params: tuple[str, ...]
     columns: int
-    """How many columns of each sample are pulled back to these parameters."""
+    """Number of columns of each sample that are pulled back to these parameters."""
     passes: int
-    """How many pullbacks of one column that takes."""
+    """Number of pullbacks of one column that it takes."""
 
     def __str__(self) -> str:
         passes = f"{_counted(self.passes, 'backward pass')} for {_counted(self.columns, 'column')}"
@@ -96,7 +96,7 @@ class Parameter:
     matrices: tuple[tuple[int, ...], ...] = ()
     """The shapes of its factors, of which a vector is a diagonal; a bias may come with its weight."""
     bytes: int = 0
-    """What these take."""
+    """Bytes of these."""
 
     @property
     def way(self) -> str:
@@ -115,35 +115,35 @@ class Explanation:
 
     name: str
     columns: int
-    """How many columns each sample has."""
+    """Number of columns of each sample."""
     passes: int
-    """How many pullbacks of one column each; of several columns where `chunked` set the number of passes."""
+    """Number of pullbacks of one column each; of several columns where `chunked` set the number of passes."""
     pullbacks: int
-    """How often something is pulled back: of several columns at once, where memory allows."""
+    """Number of pullbacks: of several columns at once, where memory allows."""
     bytes: int
     """About how much memory the result takes."""
     cost: float
     """The estimated time, as a fraction of that for pulling back every column."""
     why: str
     parts: tuple[ReportPart, ...] = ()
-    """What is done for which parameters, where not every column is simply pulled back."""
+    """Steps for some parameters, where not every column is simply pulled back."""
     params: tuple[Parameter, ...] = ()
     members: tuple[Explanation, ...] = ()
     """An explanation for each statistic computed together; the numbers above are of all, with shared pullbacks once."""
     plan: str = ""
-    """What is repeated in each call, and what is compared in it, if it is `compiled`."""
+    """Work that is repeated in each call, and what is compared in it, if it is `compiled`."""
     code: str = ""
     """The operations of that, as Python."""
     checked: str = ""
-    """What is checked of the result, if it is `certified`."""
+    """Check of the result, if it is `certified`."""
     sweeps: int = 0
-    """How often a loader is gone through, if it is `streamed`; the numbers above are those of its first batch."""
+    """Number of passes through the loader, if it is `streamed`; the numbers above are those of its first batch."""
     batches: int | None = None
-    """How many batches the loader gives, if it has a length."""
+    """Number of batches of the loader, if it has a length."""
     tiles: int = 0
-    """How many pairs of batches meet each other, if they do."""
+    """Number of pairs of batches that meet each other, if they do."""
     processes: int = 0
-    """How many there are, if it is `distributed`; all other numbers are those of this one."""
+    """Number of processes, if it is `distributed`; all other numbers are those of this one."""
 
     def __str__(self) -> str:
         over = "the batches" if self.batches is None else _counted(self.batches, "batch")

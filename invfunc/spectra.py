@@ -37,7 +37,7 @@ LOOKED_FOR = 8
 """Products with what is orthogonal to the eigenvectors that are there, to see that none of the same value is missing:
 from one vector Lanczos' method finds one of several equal eigenvalues."""
 RESTARTS = 50
-"""How many times the room of a basis is filled at most."""
+"""Most times that the room of a basis is filled."""
 
 
 class Basis:

@@ -51,18 +51,18 @@ class Statistic(Transform):
     spelled: str = ""
     """The options of the transform that make it another statistic of that name, as they stand in a call."""
     shown: str | None = None
-    """What `repr` says, where a relative of `chunked` made it of another statistic."""
+    """Text of `repr`, where a relative of `chunked` made it of another statistic."""
 
     called: tuple[Hashable, ...] = field(init=False, compare=False)
-    """What is asked of f."""
+    """Names of all that is asked of f."""
     drawings: list[Drawing] = field(init=False, compare=False)
-    """How its columns are drawn, or those of its members."""
+    """Drawings of its columns, or of those of its members."""
     _asked: list[Quantity] = field(init=False, compare=False)
     """Its quantity, or those of its members."""
     _in_parts: bool = field(init=False, compare=False)
-    """Whether samples are divided, or what is divided has to come in phases."""
+    """True if samples are divided, or what is divided has to come in phases."""
     _may_be_empty: bool = field(init=False, compare=False)
-    """Whether a batch without samples has a result."""
+    """True if a batch without samples has a result."""
 
     def __post_init__(self) -> None:
         check_functions(self.name, self.f, self.loss)

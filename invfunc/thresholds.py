@@ -26,11 +26,11 @@ which it is seen that they do not (GHOST_CANCELS): a limit of rounding.
 Wider ones have digits to spare; narrower ones are float32 already."""
 
 DOUBLE = 4
-"""How many times slower than in float32 that is, with the copies. Here 2.6 to 9 near where the ways cross, for matrices
-from 64 x 64 to 1024 x 256; with 2, norms took up to 1.7 times as long."""
+"""Factor by which that is slower than in float32, with the copies. Here 2.6 to 9 near where the ways cross, for
+matrices from 64 x 64 to 1024 x 256; with 2, norms took up to 1.7 times as long."""
 
 GHOST_CANCELS, GHOST_ON = 4, ("cpu",)
-"""How many times as much as the square of a per-sample gradient those of its factors may be, multiplied, for each
+"""Most times as much as the square of a per-sample gradient that those of its factors may be, multiplied, for each
 position, where norms come from products of positions in float32: beyond it in float64, or from what is formed. A limit
 of rounding: below it the largest relative error was 1e-6, of 1500 factors made to cancel; those of a GPT and a ResNet
 have 0.2 to 2.2, and errors of 2e-7. Nobody waits for what is looked at on a CPU."""
@@ -59,7 +59,8 @@ MIRRORED = 256
 0.85 of the time here with 768 to 1024 columns of 1024 positions."""
 
 ADDED_ON = ("cpu",)
-"""Where they are. On an H200 that takes 2 to 14 times as long as a product of the copy, from 2^20 numbers on."""
+"""Devices on which they are. On an H200 that takes 2 to 14 times as long as a product of the copy, from 2^20 numbers
+on."""
 
 HUGE_PAGES, HUGE_ON = 32 * 2**20, ("cpu",)
 """Bytes of a result from which on it is written to fresh memory in huge pages (`_torch.values.room`): malloc takes so
@@ -81,24 +82,24 @@ HOOKED = 2**20
 the call here."""
 
 CACHE, ELSEWHERE = {"cpu": 6 * 2**20}, 2**26
-"""How many numbers an intermediate tensor may have, the budget of a block: what a CPU keeps in its cache, what keeps
+"""Most numbers that an intermediate tensor may have, the budget of a block: what a CPU keeps in its cache, what keeps
 another device busy. Here, with a larger cache, 2^24 is 2 % faster, 2^20 takes 1.4 times as long."""
 
 
 SHARES = 4
-"""How many times the per-sample gradients of a block fit the budget: they are written, squared and added up in it. So
-are the operands of a block whose squares are taken cell by cell."""
+"""Number of times that the per-sample gradients of a block fit the budget: they are written, squared and added up in
+it. So are the operands of a block whose squares are taken cell by cell."""
 
 KEPT_SHARES = 16
-"""How many times smaller than its cotangent a per-sample gradient is that is kept, where a weighted sum may follow the
+"""Factor by which a per-sample gradient that is kept is smaller than its cotangent, where a weighted sum may follow the
 norms: so little memory, and of a GPT's biases and norm layers half of the time."""
 
 
 # Sums of per-sample gradients of convolutions (core/uses.py)
 
 TOTAL_DTYPES, TOTAL_ON = (torch.float32, torch.float64), ("cpu",)
-"""Where they are the convolution's own weight gradient, of cotangents times weights: elsewhere it may round to fewer
-bits than a matrix product, and narrower numbers are added up in float32."""
+"""Devices on which they are the convolution's own weight gradient, of cotangents times weights: others may round to
+fewer bits than a matrix product, and narrower numbers are added up in float32."""
 
 TOTAL_POSITIONS = 1
 """Positions of all samples, for each row of the weight, from which on they are. It takes a fifth to two thirds of the
@@ -111,10 +112,10 @@ few channels within a network."""
 # Gram matrices of patches (linear_algebra/contract.py)
 
 DISPLACED_DTYPES, DISPLACED_ON = (torch.float32, torch.float64), ("cpu",)
-"""Where they may come from displacements: elsewhere a convolution may round to fewer bits than a matrix product."""
+"""Devices on which they may come from displacements: others may round convolutions to fewer bits than products."""
 
 UNFOLD, ASSEMBLE, CALL, SLICES = 60, 150, 4_000_000, 10_000_000
-"""What an entry of the patches, one of the result, a product, and reading slices cost, in multiplications; the cheaper
+"""Costs of an entry of the patches, one of the result, a product, and reading slices, in multiplications; the cheaper
 way is taken. With 32 samples of 16 x 16 pixels and a kernel 3 x 3 it is displacements from 8 channels on, as the times
 are here: 3 times as fast at 32 channels."""
 
@@ -131,15 +132,15 @@ PAYS = 0.8
 """The estimated part of the work of all columns below which a shortcut is taken: estimates are rough."""
 
 LOOK, LOOK_ENTRY, LOOKS = 2.0**24.5, 2.0**9, 16
-"""What it costs to follow a site, and an entry there, in multiplications; what must be at stake, in such costs, so that
+"""Costs to follow a site, and an entry there, in multiplications; what must be at stake, in such costs, so that
 to find nothing costs little."""
 
 LOOK_ON = {"cuda": 16}
-"""How many times as much that is on a device, which multiplies faster than Python looks. On an H200 all columns of a
+"""Factor by which that grows on a device, which multiplies faster than Python looks. On an H200 all columns of a
 U-Net at 16 pixels take 0.9 of the time of its structure, and those of a dense auto-encoder a fifth."""
 
 CLASS, COLUMN, SHARED = 2.0**22, 2.0**18, 1.3
-"""What the work around the products costs, in multiplications: to take out a class at a site, to pull a column back;
+"""Costs of the work around the products, in multiplications: to take out a class at a site, to pull a column back;
 and how many times as much as by itself a column costs that shares its pass."""
 
 FACTORED_COST = 3.0
@@ -179,7 +180,7 @@ CHECKED = 2**24
 # Eigenvectors of a curvature matrix (products/sample_space.py)
 
 DIRECTIONS = 16
-"""How many are pulled back at once, each in the memory of a gradient."""
+"""Number of those that are pulled back at once, each in the memory of a gradient."""
 
 WIDENED = 2**24
 """Numbers of vectors that are there in float64 at once, if these are not fewer than so many directions: a limit of

@@ -28,9 +28,9 @@ class ArgumentNames(Sequence[str]):
     f: Callable
     count: int
     target: bool = False
-    """Whether the last one is that of a loss, not of f."""
+    """True if the last one is that of a loss, not of f."""
     vector: str = ""
-    """What the one behind the parameters is called, if it is not one of f's."""
+    """Name of the one behind the parameters, if it is not one of f's."""
 
     def __len__(self) -> int:
         return len(self._found)
@@ -122,20 +122,20 @@ class Transform(ABC):
     f: Callable
     loss: Callable | None = None
     vector: str = ""
-    """What the argument behind the parameters is called, if it is not one of f's."""
+    """Name of the argument behind the parameters, if it is not one of f's."""
     has_aux: bool = False
     several: bool = False
-    """Whether aux comes behind several results, not beside one."""
+    """True if aux comes behind several results, not beside one."""
     owned: bool = True
-    """Whether what it gives has memory of its own."""
+    """True if what it gives has memory of its own."""
     memory: Any = ()
-    """What else is the caller's, beside the arguments."""
+    """Objects that are the caller's, beside the arguments."""
     outermost: bool = False
-    """Whether no part of what it gives is computed by itself: `chunked` comes inside of it."""
+    """True if no part of what it gives is computed by itself: `chunked` comes inside of it."""
     of_one_batch: str = ""
     """The reason why it does not add up over batches, and what does; empty where that is said elsewhere."""
     budgeted: bool = False
-    """Whether it chooses its chunks by the memory that one call may take."""
+    """True if it chooses its chunks by the memory that one call may take."""
 
     def __init_subclass__(cls) -> None:
         shown(cls)

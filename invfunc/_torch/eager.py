@@ -60,7 +60,7 @@ say: Callable[[str], None] = torch.compiler.assume_constant_result(say_now)
 """Warns once, while a graph is made."""
 
 transformed: Callable[[], bool] = torch.compiler.assume_constant_result(transforming)
-"""Whether a graph is made inside of torch.func, there where this is called."""
+"""True if a graph is made inside of torch.func, there where this is called."""
 
 nonstrict: Callable[[Callable], Callable] = entry("torch._dynamo", "nonstrict_trace")
 """Of a function of trees, which is not looked into either: its operations are seen as it is called without numbers."""

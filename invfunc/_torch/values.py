@@ -67,7 +67,7 @@ def _flag(x: torch.Tensor) -> torch.Tensor:
 
 
 Check = tuple[torch.Tensor, Callable[[], Exception]]
-"""Whether something is wrong, and the error that says so."""
+"""Flag that something is wrong, and the error that says so."""
 _CHECKS: ContextVar[list[Check] | None] = ContextVar("_CHECKS", default=None)
 
 

@@ -58,4 +58,4 @@ def memory_ref(x: torch.Tensor) -> ref[Any]:
 
 
 _FEW = 200
-"""How many tensors are known before the first look at which of them are gone."""
+"""Number of tensors that are known before the first look at which of them are gone."""

@@ -41,7 +41,7 @@ class BoundProblem:
     kwargs: dict[str, Any]
     argnums: tuple[int, ...]
     several: bool
-    """Whether argnums was a tuple, and so is the result."""
+    """True if argnums was a tuple, and so is the result."""
     has_aux: bool
     out_dims: int
     leaves: list[torch.Tensor]
@@ -52,7 +52,7 @@ class BoundProblem:
     samples: list[int] | None = None
     """The samples that the caller chose, as places in the batch."""
     others: int = 0
-    """How many of the last samples are those of another batch, joined to the first."""
+    """Number of the last samples that are of another batch, joined to the first."""
     first: int = 0
     """The place of its first sample in the batch of which it is a chunk."""
     factor: float | None = None

@@ -74,13 +74,13 @@ class Output:
     value: torch.Tensor
     axis: Axis = IN_FRONT
     source: Any = None
-    """What the model has computed, from which columns are pulled back."""
+    """Outputs of the model, from which columns are pulled back."""
 
     def __post_init__(self) -> None:
         x = self.value
         self.source = x if self.source is None else self.source
         self.edge: Any = x if x.is_leaf else gradient_edge(x)
-        """Where derivatives are taken, also if the loss writes into the value."""
+        """Tensor at which derivatives are taken, also if the loss writes into the value."""
         self.node, self.version = node_of(x), version(x)
 
     def views(self, x: torch.Tensor) -> bool:
@@ -127,7 +127,7 @@ class Finder(TorchFunctionMode):
         super().__init__()
         self.outputs = list(known)
         self.fixed = bool(known)
-        """Whether outputs are given or marked, so that inputs of criteria are none."""
+        """True if outputs are given or marked, so that inputs of criteria are none."""
         self.confirmed: set[int] = set()
         self.logarithms: dict[Any, int] = {}
         """The nodes of logarithms, with the numbers of what they are of."""
@@ -281,9 +281,9 @@ class Split:
     """The loss at a target from a sampler, with the outputs that it is of; None where it is not known which argument is
     the target."""
     ordinary: bool = False
-    """Whether the result is one criterion of the output, as it is."""
+    """True if the result is one criterion of the output, as it is."""
     columns: list[Columns] | None = None
-    """Those of its Hessian, once they are made."""
+    """Columns of its Hessian, once they are made."""
 
     def gradient(self) -> FormedColumns:
         return gradient(self.scope, self.result, self.roots, self.n)

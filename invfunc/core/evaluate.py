@@ -84,12 +84,12 @@ class RunStates:
 
     folds: list[Fold]
     results: list[Any]
-    """Those of the folds, where they are not to be merged with others."""
+    """Results of the folds, where they are not to be merged with others."""
     count: int
-    """How many samples were reduced."""
+    """Number of samples that were reduced."""
     aux: Any
     result: Any
-    """What f has returned, or the loss of it."""
+    """Result of f, or the loss of it."""
     apart: Any
     """The outputs of a model that is given apart from its loss."""
 
@@ -668,12 +668,12 @@ class Fold:
         """`reduce` is what becomes of the result of a parameter; `phased` says that phases see all samples first."""
         self.reduction, self.problem, self.found, self.reduce = reduction, problem, found, reduce
         self.first = reduction.before if reduction.apart or not phased else None
-        """What has to be known of all parameters before."""
+        """Reduction of all parameters that has to be known before."""
         self.states: dict[int, State] = {}
         self.earlier: dict[int, State] = {}
-        """What the phase before has kept."""
+        """States of the phase before."""
         self.results: dict[int, list[Any]] = {}
-        """Those of the parameters that are done."""
+        """Results of the parameters that are done."""
 
     def take(self, shares: Sequence[Shares], last: bool = True) -> None:
         """Reduce some parameters, all of a unit at once."""

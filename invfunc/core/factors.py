@@ -33,17 +33,17 @@ class Sent:
     """The operands of one use."""
 
     s: torch.Tensor
-    """What is sent back, `[V, n, g, p, o]`."""
+    """Cotangents, `[V, n, g, p, o]`."""
     places: list[Place]
-    """Where the entries of `s`, and of what is read, lie in the parameter."""
+    """Places of the entries of `s`, and of the inputs, in the parameter."""
     read: Callable[[Block], torch.Tensor] | None = None
-    """What is read, `[n, g, p, k]`."""
+    """Inputs, `[n, g, p, k]`."""
     blocks: tuple[int, ...] | None = None
     """Into how many parts with factors of their own each dim of the parameter is divided."""
     index: torch.Tensor | None = None
     """Rows of a table in place of what is read, `[n, p]`; the number of rows where there is none."""
     joint: bool = False
-    """Whether a bias is one more input, which is always 1."""
+    """True if a bias is one more input, which is always 1."""
     key: Any = None
     """A key that a weight and its bias share, where the same is sent to both."""
 

@@ -76,7 +76,7 @@ class OperationCall:
     edges: list[Any]
     axes: list[Axis]
     before: int
-    """How many uses of parameters were noted before it."""
+    """Number of uses of parameters that were noted before it."""
     written: Tensor | None = None
     """The first argument as it was before, if it is written in place."""
     autocast: torch.dtype | None = None
@@ -201,13 +201,13 @@ class ColumnPart:
 
     count: int
     left: Callable[[int, int], Any]
-    """What makes the columns of a range."""
+    """Function that makes the columns of a range."""
     edges: Any
     weight: Tensor | None = None
     diagonal: Tensor | None = None
     """The Hessian itself, where it is diagonal."""
     right: Callable[[int, int], list[Tensor]] | None = None
-    """What makes those of the second factor, if it is not the first."""
+    """Function that makes those of the second factor, if it is not the first."""
     right_edges: Sequence[Any] = ()
 
 

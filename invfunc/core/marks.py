@@ -24,7 +24,7 @@ class Unsupported(Exception):
     op = ""
     """The operation."""
     params = False
-    """Whether it is that parameters meet a sum over the samples."""
+    """True if it is that parameters meet a sum over the samples."""
 
     def __init__(self, why: str) -> None:
         super().__init__(why)

@@ -120,13 +120,13 @@ class Run(TorchFunctionMode):
     level: int | None = None
     columns = 1
     outside = True
-    """Whether gradients are enabled around the run."""
+    """True if gradients are enabled around the run."""
     numbers = 0
-    """How many numbers the results have of operations that read parameters."""
+    """Number of entries of the results of operations that read parameters."""
     largest = 0
-    """Those of the largest of these."""
+    """Number of entries of the largest of these."""
     closed_over = False
-    """Whether f reads a tensor from elsewhere that requires a gradient."""
+    """True if f reads a tensor from elsewhere that requires a gradient."""
     criterion: Finder | None = None
     """Finds the outputs, where they are looked for."""
     split: Split | None = None
@@ -134,34 +134,34 @@ class Run(TorchFunctionMode):
     again: Any = None
     """The loss at a target from a sampler, where it is given apart."""
     twice = False
-    """Whether operations run in a form that can be differentiated twice."""
+    """True if operations run in a form that can be differentiated twice."""
     given = False
-    """Whether columns are known at the outputs, so that a loss that is given apart is not looked at."""
+    """True if columns are known at the outputs, so that a loss that is given apart is not looked at."""
     part = False
-    """Whether these are a part of the samples, whose losses have to add up."""
+    """True if these are a part of the samples, whose losses have to add up."""
     way: Any = None
-    """How f is called, if not as it is."""
+    """Way in which f is called, if not as it is."""
     frees = freed = False
-    """Whether what is read in invertible blocks may be computed again, as cotangents are contracted when they come;
+    """True if what is read in invertible blocks may be computed again, as cotangents are contracted when they come;
     and whether something is."""
     apart = False
-    """Whether f was evaluated for each sample apart, so that nothing is known of its operations."""
+    """True if f was evaluated for each sample apart, so that nothing is known of its operations."""
     outputs: Any = None
     """The outputs of a model that is given apart from its loss."""
     of_hessian = False
-    """Whether the columns are the root of a Hessian's diagonal, and the u of `-u u^T` beside it."""
+    """True if the columns are the root of a Hessian's diagonal, and the u of `-u u^T` beside it."""
     each = True
-    """Whether something of each sample is wanted."""
+    """True if something of each sample is wanted."""
     grows = True
-    """Whether a dim of the size N, of what is expanded or filled, is one of samples."""
+    """True if a dim of the size N, of what is expanded or filled, is one of samples."""
     grew = False
-    """Whether there was such a dim."""
+    """True if there was such a dim."""
     ordered = False
-    """Whether there are samples in any order along a dim."""
+    """True if there are samples in any order along a dim."""
     alone = True
-    """Whether one vector is pulled back at a time."""
+    """True if one vector is pulled back at a time."""
     replays = False
-    """Whether checkpoints are evaluated again as they were followed."""
+    """True if checkpoints are evaluated again as they were followed."""
     func: Any = None
 
     def __init__(self, n: int, deep: bool, chosen: Tensor | None = None) -> None:

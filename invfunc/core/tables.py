@@ -72,7 +72,7 @@ PLAIN |= called(
 """Operations that are not looked at: of forms, and of numbers that leave torch, which are constants of the call."""
 FILLED = called("zeros ones full empty rand randn new_zeros new_ones new_full new_empty")
 SHORT = POINTWISE - called("logsigmoid log_sigmoid")
-"""Those that are no criterion."""
+"""Pointwise operations that are no criterion."""
 PURE = POINTWISE | VIEWS
 MOVING = {
     func

@@ -32,9 +32,9 @@ class Use:
     edge: Any = None
     """The edge of the graph by which its cotangent comes, or the copy of the parameter that the operation got."""
     end: bool = True
-    """Whether nothing but copies of parameters lies below the edge."""
+    """True if nothing but copies of parameters lies below the edge."""
     form: tuple[Sequence[int], list[int] | None] | None = None
-    """How the entries of the tensor at the edge are those of the result, where that is a view of it."""
+    """Form of the entries of the tensor at the edge in the result, where that is a view of it."""
     func: Any = None
     """The operation; None where f is evaluated on each sample alone."""
     d: Any = None
@@ -42,17 +42,17 @@ class Use:
     axis: Any = None
     a_axis: Any = None
     matrix: torch.Tensor | None = None
-    """What weighs the products of the columns, where these are unit columns that all samples share."""
+    """Weights of the products of the columns, where these are unit columns that all samples share."""
     count = 0
-    """How many numbers the result of its operation has."""
+    """Number of entries of the result of its operation."""
     stacked = 1
     """The dim of the columns, where they are put together."""
     uses: Sequence[Use] = ()
-    """Those that it stands for, if it is several."""
+    """Uses that it stands for, if it is several."""
     layer = False
-    """Whether its operation may have a bias."""
+    """True if its operation may have a bias."""
     grown = False
-    """Whether f itself expanded the parameter to all samples, as the class token of a vision transformer."""
+    """True if f itself expanded the parameter to all samples, as the class token of a vision transformer."""
 
     def __init__(self, node: Node, value: torch.Tensor) -> None:
         self.node, self.value, self.shape = node, value, value.shape
@@ -119,7 +119,7 @@ class Use:
         raise NotImplementedError  # only where places are known
 
     a: Any = None
-    """What was read."""
+    """Inputs of the operation."""
     factor: Any = None
 
     def free(self) -> None:

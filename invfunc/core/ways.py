@@ -96,7 +96,7 @@ class Met(Raised):
 
 
 REFUSALS = Unsupported, Raised, InvFuncError, RuntimeError
-"""What a way may refuse f with, the last as torch does; all else is a fault of ours."""
+"""Errors by which a way may refuse f, the last as torch does; all else is a fault of ours."""
 
 
 def looked_at(met: Met) -> Exception:
@@ -143,7 +143,7 @@ class How:
     frees: bool
     replays: bool
     ambiguous: Unsupported | None = None
-    """What was met where a dim of the size N was taken for one of samples."""
+    """Error that was met where a dim of the size N was taken for one of samples."""
 
     def run(self) -> Run:
         """The run, not yet begun."""

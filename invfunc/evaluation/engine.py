@@ -43,15 +43,15 @@ class Engine:
         self.run = whole(problem) if apart and any(k.first_order or k.second_order for k in kinds) else problem
         """The problem as it is run: where the gradient of the loss is pulled back, f and the loss are one."""
         self.model = self.run.loss is not None or any(kind.of_model == "yes" for kind in kinds)
-        """Whether f returns outputs."""
+        """True if f returns outputs."""
         self.way: Way = BoundProblem.call
         """The way in which f is called."""
         self.scalar = False
-        """Whether f, or the loss, has returned one number for all samples."""
+        """True if f, or the loss, has returned one number for all samples."""
         self.loss: torch.Tensor | None = None
-        """That of all samples, where it is given apart: parts take its columns from there."""
+        """Loss of all samples, where it is given apart: parts take its columns from there."""
         self.outputs: Any = None
-        """Those of a model that is given apart from its loss, where this is such a number."""
+        """Outputs of a model that is given apart from its loss, where this is such a number."""
         self.loss_part: LossPart | None = None
 
     def result(self) -> tuple[list[Any], Any]:

@@ -22,7 +22,7 @@ from invfunc.loss.drawn import joined
 Kind = Literal["each", "mean", "sum"]
 """One by one, as their mean or their sum."""
 Some = Callable[[BoundProblem, list[int]], tuple[list[torch.Tensor], bool]]
-"""What f gives for the samples at some places, `[k, ...]`, and whether it drew random numbers."""
+"""Result of f for the samples at some places, `[k, ...]`, and whether it drew random numbers."""
 _KNOWN: WeakIdMap[dict[Hashable, Kind]] = WeakIdMap()
 _KEPT, FEW = 64, 8
 """Of how many calls it is known, and how many samples are looked at."""

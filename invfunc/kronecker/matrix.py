@@ -29,7 +29,7 @@ class Joint:
     """
 
     bias: str
-    """What the bias is called."""
+    """Name of the bias."""
     shape: torch.Size
     """Of the weight."""
     out: tuple[int, ...]
@@ -77,15 +77,15 @@ class Origin:
     name: str = ""
     """Of the parameter, which errors tell."""
     n: int | None = None
-    """How many samples; None where they are not sums and means over samples alone."""
+    """Number of samples; None where they are not sums and means over samples alone."""
     inputs: float = 0.0
-    """How many products `a a^T` the factor of what is read is the mean of."""
+    """Number of products `a a^T` of which the factor of the inputs is the mean."""
     read: int | None = None
-    """Which factor that is."""
+    """Number of that factor."""
     degree: int | None = 1
     """The power of the loss's scale that the other one has; None where its scale is not that of n samples."""
     reached: bool = True
-    """Whether the parameter influences the result; else all is zero, and the groups are not known."""
+    """True if the parameter influences the result; else all is zero, and the groups are not known."""
     joint: Joint | None = None
 
     def __eq__(self, other: object) -> bool:

@@ -79,9 +79,9 @@ class _Divided:
     blocks: list[torch.Tensor]
     inside: list[torch.Tensor]
     counts: list[int]
-    """How many blocks each dim has."""
+    """Number of blocks of each dim."""
     part: list[int]
-    """How long they are."""
+    """Length of a block in each dim."""
 
     @classmethod
     def of(cls, entries: torch.Tensor, shape: torch.Size, shared: Axes) -> _Divided:

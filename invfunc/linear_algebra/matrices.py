@@ -108,7 +108,7 @@ def product(factors: tuple[torch.Tensor, ...], x: torch.Tensor, transposed: bool
 
 
 Damping = float | torch.Tensor
-"""What is added to the diagonal, a number or a 0-d tensor."""
+"""Number or 0-d tensor that is added to the diagonal."""
 
 
 def eigen(

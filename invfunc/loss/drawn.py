@@ -27,7 +27,7 @@ class Peel:
 
     columns: int | str
     least: int = 1
-    """How many are mixed at least, unless none is left."""
+    """Number of columns that are mixed at least, unless none is left."""
 
 
 @dataclass(frozen=True)
@@ -37,7 +37,7 @@ class _Ordered:
     mixed: Callable[[torch.Tensor], torch.Tensor]
     """From coefficients `[M, n, *shape]` of the columns to what they sum to at the root, `[M, n, *one]`."""
     shape: torch.Size
-    """What columns a sample has."""
+    """Columns of a sample."""
     like: torch.Tensor
     left: torch.Tensor | None
     """`[n, r]`, the trace of what the first r columns leave out; None where a column is of one of several positions,
@@ -139,7 +139,7 @@ def _not_zero(x: torch.Tensor) -> torch.Tensor:
 
 
 Source = torch.Generator | Sequence[torch.Generator]
-"""Where random numbers come from: one generator for all samples, or one for each of them."""
+"""Source of random numbers: one generator for all samples, or one for each of them."""
 
 
 def drawn(made: list[Columns], count: int, source: Source, peel: Peel | None = None) -> list[Columns]:

@@ -44,7 +44,7 @@ class FormedColumns:
 
     values: OutputCotangents
     exact: torch.Tensor | None = None
-    """How many of the first columns of each sample are not drawn, if some are."""
+    """Number of the first columns of each sample that are not drawn, if some are."""
 
     def __post_init__(self) -> None:
         self.count = len(next(iter(self.values.values()))) if self.values else 1
@@ -82,7 +82,7 @@ class Elementwise:
     root: int
     diagonal: torch.Tensor
     predictive: str = "signs"
-    """What a target is drawn from: "normal", "bernoulli" of the logits; else the columns get random signs."""
+    """Distribution of a target: "normal", "bernoulli" of the logits; else the columns get random signs."""
     logits: torch.Tensor | None = None
 
     @property

@@ -64,9 +64,9 @@ class Order:
         order = rows.argsort(stable=True)
         counts = rows.bincount(minlength=n)
         self.width = int(counts.max())
-        """How many rows a sample has, at most."""
+        """Most rows that a sample has."""
         self.ragged = self.width * n != len(rows)
-        """Whether some samples have fewer rows than others."""
+        """True if some samples have fewer rows than others."""
         first = counts.cumsum(0) - counts
         slots = torch.arange(len(rows), device=rows.device) - first[rows[order]]
         self.places = torch.full((n * self.width,), -1, device=rows.device)

@@ -346,14 +346,14 @@ define("_weight_norm", composed=weight_norm, twice=not_torchs(weight_norm))
 
 
 _OPENED = {"multi_head_attention_forward", "grad"}
-"""What happens in there is to be seen too."""
+"""Functions whose operations are to be seen, too."""
 
 
 class TwiceDifferentiable(Listener):
     """A mode under which operations run in a form that can be differentiated twice, also under vmap."""
 
     used = False
-    """Whether an operation was replaced."""
+    """True if an operation was replaced."""
     scope: Any = None
     """The scope of a product in which `J^T u` is differentiated in u, so that large linear layers may run as one."""
 

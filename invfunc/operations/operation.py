@@ -33,22 +33,22 @@ class OperationFacts:
     """A form whose second derivative is right, where torch's is missing or wrong: takes torch's function and its
     arguments. It is not used where only first derivatives are taken."""
     only_nn: bool = False
-    """Whether these take the arguments of the function of torch.nn.functional, and not of another one of that name."""
+    """True if these take the arguments of the function of torch.nn.functional, and not of another one of that name."""
     predictive: Literal["signs", "normal", "bernoulli"] = "signs"
-    """What targets are drawn from if its second derivative is diagonal, and the variance of the slopes there: a normal
+    """Distribution of targets if its second derivative is diagonal, and the variance of the slopes there: a normal
     distribution, 0 and 1 with its first argument as logits, or random signs, which serve all."""
     cornered: bool = False
-    """Whether its second derivative is the outcome of a comparison, so that torch's is 0 at NaN."""
+    """True if its second derivative is the outcome of a comparison, so that torch's is 0 at NaN."""
     asks: Literal["no", "form", "memory"] = "no"
-    """Whether it only asks something about a tensor, other than its values: about its form, or its memory."""
+    """True if it only asks something about a tensor, other than its values: about its form, or its memory."""
     reads: Literal["all", "first", "none"] = "all"
     """Of which tensors among its arguments it reads the values, and not only the shape."""
     writes_if: tuple[str, Sequence[str]] | None = None
     """The name of an argument that says whether it writes to others, though its schema does not say so; and theirs."""
     keeps: bool = False
-    """Whether its form in place writes no values."""
+    """True if its form in place writes no values."""
     differentiates: bool = False
-    """Whether it takes derivatives of its first argument."""
+    """True if it takes derivatives of its first argument."""
 
 
 OPERATIONS: dict[str, OperationFacts] = {}
@@ -96,7 +96,7 @@ def getters(names: str) -> set[Any]:
 
 
 _ALSO = {"dim": ("dims", "axis", "dimension"), "keepdim": ("keepdims",), "input": ("self",)}
-"""What else torch calls an argument."""
+"""Other names of an argument in torch."""
 _UNKNOWN = object()
 
 
@@ -205,7 +205,7 @@ class Function:
             self._writes_if = flag, default(func, flag), others
         renews = (self.in_place or self.called == "__set__") and not self.entry.keeps  # the latter of t.data = ...
         self.renews = renews or self._writes_if is not None
-        """Whether it can write the values of tensors among its arguments, but for `out` and a flag of its own."""
+        """True if it can write the values of tensors among its arguments, but for `out` and a flag of its own."""
 
     def argument(self, args: tuple, kwargs: dict[str, Any], name: str, default: Any = None) -> Any:
         """An argument of a call by its name."""
@@ -229,7 +229,7 @@ class Function:
 
 
 function_of = lru_cache(maxsize=4096)(Function)
-"""What is known of a function that is called."""
+"""Facts about a function that is called."""
 
 
 class Listener(TorchFunctionMode):

@@ -54,9 +54,9 @@ class Cell:
     parts: int = 1
     """Into how many parts of equal size the first is divided."""
     own: int = 0
-    """How many inputs, the first ones, are gates of the first alone; the other gates are of the second, too."""
+    """Number of inputs, the first ones, that are gates of the first alone; the other gates are of the second, too."""
     besides: bool = True
-    """Whether the last part of the state is an input, the last one, other than by the gates."""
+    """True if the last part of the state is an input, the last one, other than by the gates."""
 
     def of_input(self, x: torch.Tensor, w: CellWeights) -> Tensors:
         """The part of the gates that comes from the input, at all time steps at once."""

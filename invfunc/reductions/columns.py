@@ -73,7 +73,7 @@ class InnerProducts(Reduction):
     axes = ("params",)
     pooled = pairs = by_column = True
     others = 0
-    """How many samples m are not among the n; with none, they are the same."""
+    """Number of samples m that are not among the n; with none, they are the same."""
 
     def __init__(self, per_parameter: bool) -> None:
         self.whole = not per_parameter
@@ -254,7 +254,7 @@ class PredictiveCovariance(EachSample):
         self.dense: torch.Tensor | None = None
         """A matrix over the entries of all parameters, in their order."""
         self.starts: list[int] = []
-        """Where the entries of each are among them."""
+        """Places of the entries of each among them."""
 
     def at(self, problem: Any) -> Reduction:
         leaves = problem.leaves

@@ -107,7 +107,7 @@ class Lot:
     start: int
     stop: int
     exact: torch.Tensor | None = None
-    """How many of the first ones of each sample are not drawn; None if all are."""
+    """Number of the first ones of each sample that are not drawn; None if all are drawn."""
 
 
 def drawn(lots: list[Lot], part: slice | torch.Tensor, values: torch.Tensor) -> Drawn:

@@ -104,10 +104,10 @@ class Factors:
     a: torch.Tensor | None
     """None where it has one factor only, or other columns brought it."""
     positions: float
-    """How many there are, in all samples."""
+    """Number of them in all samples."""
     places: list[Place]
     bias: str
-    """What the bias is called that is one more input, if there is one."""
+    """Name of the bias that is one more input, if there is one."""
     shape: torch.Size
     blocks: tuple[int, ...] | None = None
 
@@ -326,7 +326,7 @@ class Sides(KroneckerReduction):
 
     rooted, shortcuts = "all", "narrow"
     summed: ClassVar[int]
-    """How many of the matrices, the first ones, are sums over samples and columns."""
+    """Number of the matrices, the first ones, that are sums over samples and columns."""
 
     def __init__(self, most: float) -> None:
         """`most` is the largest dimension of a matrix that is kept whole, not as its diagonal."""

@@ -15,9 +15,9 @@ from invfunc.loss.drawn import Peel, Source, of_samples
 from invfunc.plan import AxisName
 
 State = tuple[Any, ...]
-"""What a reduction keeps of one parameter and one block, unrounded: tensors, or objects of its own."""
+"""State of a reduction for one parameter and one block, unrounded: tensors, or objects of its own."""
 States = dict[int, State]
-"""What a reduction keeps of each parameter that influences the result."""
+"""State of a reduction for each parameter that influences the result."""
 Over = Literal["samples", "columns", "params"]
 Shortcuts = Literal["no", "narrow", "positions", "all"]
 
@@ -27,7 +27,7 @@ class Found:
     """Facts that are known once all shares are reduced."""
 
     n: int
-    """How many samples were reduced."""
+    """Number of samples that were reduced."""
     columns: int
     outputs: list[torch.Size]
     """The shapes of the model's outputs for one sample."""
@@ -38,7 +38,7 @@ class Found:
     before: Any = None
     """The result of the phase before, if it is of all parameters together."""
     aside: dict[str, Any] = field(default_factory=dict)
-    """What is set aside of each parameter, by its path."""
+    """Numbers that are set aside of each parameter, by its path."""
     refused: dict[str, str] = field(default_factory=dict)
     """The parameters that have no result, and why."""
 
@@ -53,43 +53,43 @@ class Reduction:
     """
 
     axes: ClassVar[tuple[AxisName, ...]] = ("outputs", "samples", "params")
-    """What it folds over."""
+    """Axes over which it folds."""
     each: ClassVar[tuple[int, ...]] = ()
     """The axes of each result that count the samples; `sample_axes` returns them unless it is overridden."""
     row_axis: ClassVar[int | None] = None
     """The axis of what is kept of a parameter that counts the samples, where these are one behind the other."""
     several: ClassVar[bool] = False
-    """Whether the caller gets a tuple of results."""
+    """True if the caller gets a tuple of results."""
     trees: ClassVar[int] = 0
-    """How many of the results, the first ones, have a number for each entry of the parameters."""
+    """Number of the results, the first ones, that have a number for each entry of the parameters."""
     keeps: ClassVar[bool] = False
-    """Whether it keeps the shares themselves."""
+    """True if it keeps the shares themselves."""
     rooted: ClassVar[Literal["no", "known", "all"]] = "no"
     """The square roots that it is made for: exact columns are shared, in one pullback, by those of one kind."""
     squares: ClassVar[bool] = False
-    """Whether it keeps matrices that are as wide as the sides of a parameter, of shapes in `bound`."""
+    """True if it keeps matrices that are as wide as the sides of a parameter, of shapes in `bound`."""
     by_column: ClassVar[bool] = False
-    """Whether it keeps something of each column, so that those of all samples have to be of the same outputs."""
+    """True if it keeps something of each column, so that those of all samples have to be of the same outputs."""
     pooled: ClassVar[bool] = False
-    """Whether what is kept of the parameters is added up as it comes, if the result is of all together: the samples
+    """True if what is kept of the parameters is added up as it comes, if the result is of all together: the samples
     are never divided."""
     pairs: ClassVar[bool] = False
-    """Whether it is of all pairs of samples, so that other batches come with their pairs with these."""
+    """True if it is of all pairs of samples, so that other batches come with their pairs with these."""
     paired: ClassVar[bool] = False
-    """Whether it wants to know which bias belongs to which weight."""
+    """True if it wants to know which bias belongs to which weight."""
     power: int = 0
     """The power of the columns in all that it keeps; 0 if their scale is never another one."""
     shortcuts: Shortcuts = "no"
-    """Whether other columns with the same products would do ("narrow"), also those of several groups in one cotangent,
+    """True if other columns with the same products would do ("narrow"), also those of several groups in one cotangent,
     if they are at different positions ("positions"), or if the shares of each group are told apart ("all")."""
     rounded: ClassVar[bool] = True
-    """Whether results are rounded to the dtype of the parameters."""
+    """True if results are rounded to the dtype of the parameters."""
     constants: tuple[torch.Tensor, ...] = ()
     """Tensors of the caller's in which the result has a derivative, too."""
     whole: bool = False
-    """Whether the result is of all parameters together; else each has one."""
+    """True if the result is of all parameters together; else each has one."""
     gaps: bool = False
-    """Whether the result of a parameter may be None."""
+    """True if the result of a parameter may be None."""
     before: Reduction | None = None
     """The first of two phases."""
     units: tuple[str, ...] | None = None
@@ -188,17 +188,17 @@ class ColumnKind:
     """The columns that a statistic is made of, and what they need."""
 
     why: str = ""
-    """How they are pulled back, where that is all there is to say."""
+    """Way in which they are pulled back, where that is all there is to say."""
     first_order: bool = False
-    """Whether it is one, the gradient of the loss: then the outputs of the model need not be known."""
+    """True if it is one, the gradient of the loss: then the outputs of the model need not be known."""
     convex: bool = False
-    """Whether they are those of a loss that has to be convex in the outputs of the model, which have to be known."""
+    """True if they are those of a loss that has to be convex in the outputs of the model, which have to be known."""
     second_order: bool = False
-    """Whether those of the nonlinear operations of the model are added to those of the loss."""
+    """True if those of the nonlinear operations of the model are added to those of the loss."""
     averaged: bool = False
-    """Whether one matrix, averaged over the samples at each layer, stands for them."""
+    """True if one matrix, averaged over the samples at each layer, stands for them."""
     of_model: Literal["no", "yes", "unless it returns a loss"] = "no"
-    """Whether they are the rows of the Jacobian of a model function."""
+    """True if they are the rows of the Jacobian of a model function."""
 
 
 GRADIENT = ColumnKind("there is one gradient", first_order=True)
@@ -217,13 +217,13 @@ class Drawing:
     generator: torch.Generator
     sample: Callable | None = None
     peel: Peel | None = None
-    """How many are taken as they are, where all others are mixed."""
+    """Number of those that are taken as they are, where all others are mixed."""
     key: int | None = None
-    """Where it is given, each sample has a generator by itself, which the key and its place in the data set make."""
+    """Key, with which each sample has a generator by itself, made of it and of the sample's place in the data set."""
     first: int = 0
-    """How many samples came in other batches before."""
+    """Number of samples that came in other batches before."""
     each: tuple[torch.Generator, ...] = ()
-    """Those generators, where they are made already."""
+    """Generators of the samples, where they are made already."""
 
     def source(self, n: int) -> Source:
         """The source of draws for n samples."""
@@ -260,19 +260,19 @@ class Accumulator:
     quantity: Quantity
     reduction: Reduction
     whole: bool = False
-    """Whether results of all parameters together are wanted as such."""
+    """True if results of all parameters together are wanted as such."""
     states: States = field(default_factory=dict)
     aside: dict[str, Any] = field(default_factory=dict)
-    """What numbers of all parameters take of each of these, by its path."""
+    """Parts of the numbers of all parameters that come of each, by its path."""
     columns: int = 1
     filled: dict[int, int] = field(default_factory=dict)
-    """How many rows of each parameter are written to their places."""
+    """Number of rows of each parameter that are written to their places."""
     added: set[int] = field(default_factory=set)
     """The parameters of which the state of the present block of samples was added."""
     known: Any = None
-    """What it has learned of the phase before."""
+    """Facts that it has learned of the phase before."""
     before: Accumulator | None = field(init=False)
-    """What the phase before has kept."""
+    """States of the phase before."""
 
     def __post_init__(self) -> None:
         first = self.reduction.before

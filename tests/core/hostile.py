@@ -631,7 +631,7 @@ WRITES: dict[str, Any] = {
     "scatter_of_parameters": lambda z, p, x, y: z.scatter_add_(1, (x > 0).long(), p["b"].expand(len(x), 4)),
     "addmm_in_place": lambda z, p, x, y: z.addmm_(x, p["v"]),
 }
-"""What is written into a copy of the outputs in place, of which the loss is."""
+"""Writes into a copy of the outputs in place, of which the loss is."""
 OF_OUTPUTS: dict[str, Any] = {
     "batch_norm_by_hand": lambda z, p, x, y: rows((z - z.mean(0)) / (z.var(0, correction=0) + 1).sqrt()),
     "two_axes": lambda z, p, x, y: z.T.reshape(-1)[: len(x)].square() + rows(z),
