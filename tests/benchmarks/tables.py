@@ -229,13 +229,11 @@ SECOND_ORDER: dict[str, dict[str, Peer]] = {
         **_drawn(lambda p, draws: invfunc.kfac(p.f, p.loss, weight_sharing="backpack", **draws)),
         BACKPACK: backpack("KFAC"),
     },
-    "kfac_expand": _drawn(lambda p, draws: invfunc.kfac(p.f, p.loss, **draws)),
     "ekfac": _drawn(lambda p, draws: invfunc.ekfac(p.f, p.loss, **draws)),
     "kfac_exact": {
         **_ours(lambda p: invfunc.kfac(p.f, p.loss, weight_sharing="backpack", fisher="exact")),
         BACKPACK: backpack("KFLR"),
     },
-    "kfac_exact_expand": _ours(lambda p: invfunc.kfac(p.f, p.loss, fisher="exact")),
     "hvp": {
         OURS: _times(lambda p: invfunc.hvp(p.f, p.loss)),
         FUNC: _unfused(_times(_func_hvp)),
@@ -246,18 +244,10 @@ SECOND_ORDER: dict[str, dict[str, Peer]] = {
         FUNC: _unfused(_times(_func_ggnvp)),
         BACKPACK: _unfused(_backpack_ggnvp),
     },
-    "diag_ggn_and_variance": {
-        **_ours(lambda p: invfunc.together(invfunc.diag_ggn(p.loss_fn), invfunc.variance(p.loss_fn))),
-        BACKPACK: backpack("DiagGGNExact", "Variance"),
-    },
-    "diag_ggn_mc_and_variance": {
-        **_drawn(lambda p, draws: invfunc.together(invfunc.diag_ggn(p.loss_fn, **draws), invfunc.variance(p.loss_fn))),
-        BACKPACK: backpack("DiagGGNMC", "Variance"),
-    },
 }
 """Each peer by its name, for each row by its own."""
 
-DRAWN = {"diag_ggn_mc", "kfac", "kfac_expand", "ekfac", "diag_ggn_mc_and_variance"}
+DRAWN = {"diag_ggn_mc", "kfac", "ekfac"}
 """Rows whose numbers are drawn, so that no two peers agree."""
 
 Case = tuple[str, str]
@@ -297,7 +287,7 @@ def _in_chunks(n: int) -> dict[str, Peer]:
 
 _SHARES = "batch_l2_grad", "sum_grad_squared", "variance", "grad_and_variance", "clipped_grad", "batch_grad"
 _DRAWN = "diag_ggn_mc", "kfac"
-_QUICK = *_DRAWN, "kfac_expand", "ekfac", "hvp", "ggnvp"
+_QUICK = *_DRAWN, "ekfac", "hvp", "ggnvp"
 _EXACT = "diag_ggn", "diag_ggn_of_each", "diag_hessian", "kfac_exact"
 
 TABLES = {
@@ -310,7 +300,7 @@ TABLES = {
     "3c3d": Table(
         "statistics of 3c3d, 3x32x32, N = 32, cross entropy over 10 classes",
         three_c_three_d,
-        _rows(*_SHARES, *_QUICK, *_EXACT, "kfac_exact_expand", "diag_ggn_and_variance", "diag_ggn_mc_and_variance"),
+        _rows(*_SHARES, *_QUICK, *_EXACT),
     ),
     "resnet-18": Table(
         "statistics of ResNet-18 with 11 million parameters, 3x32x32, N = 16, batch norms in eval mode",
