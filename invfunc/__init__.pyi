@@ -6,7 +6,6 @@ from typing import Any, Literal, TypeVar, overload
 
 import torch
 
-from invfunc.arguments.problem import Indices, InDims
 from invfunc.around import Explainable
 from invfunc.errors import InvFuncError as InvFuncError
 from invfunc.errors import InvFuncWarning as InvFuncWarning
@@ -16,6 +15,7 @@ from invfunc.operation import Operation
 from invfunc.pairs.exact import Grid
 from invfunc.pairs.pair import Invertible as Invertible
 from invfunc.plan import Explanation
+from invfunc.problem import Indices, InDims
 from invfunc.products.eigenpairs import Decomposition, Largest
 from invfunc.products.operators import Estimator, Linearization, Operator
 from invfunc.products.product import Product

@@ -15,13 +15,13 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from invfunc import tree
 from invfunc._torch.functorch import innermost, levels, plainly
 from invfunc._torch.generators import set_states, state_of, torchs_own
-from invfunc.arguments.problem import BoundProblem, problem, with_aux
 from invfunc.callables import describe
 from invfunc.core.columns import Finder, marked_for
 from invfunc.errors import ArgumentError, ArgumentTypeError, CertificateError, RandomnessError, SplitError
 from invfunc.operations.forms import TwiceDifferentiable
 from invfunc.pairs.value import reached
 from invfunc.plan import Explanation
+from invfunc.problem import BoundProblem, problem, with_aux
 from invfunc.products.curvature import of_fisher, of_ggn, of_hessian
 from invfunc.products.product import Product
 from invfunc.reductions.columns import (

@@ -14,11 +14,11 @@ from invfunc import thresholds, tree
 from invfunc._extras import told_of_parts
 from invfunc._torch.functorch import dispatched, transforming
 from invfunc._torch.generators import set_states, state_of, torchs_own
-from invfunc.arguments.problem import InDims, batch_dims, batch_size, some_samples, with_aux
 from invfunc.budget import in_bytes, peak_of, settings, size_of, told
 from invfunc.callables import check_callable, check_choice, check_count, describe
 from invfunc.errors import ArgumentError, ArgumentTypeError, BudgetError, InvFuncError
 from invfunc.plan import AxisName, ChunkSplit, Explanation
+from invfunc.problem import InDims, batch_dims, batch_size, some_samples, with_aux
 from invfunc.statistic import Statistic
 from invfunc.transform import ArgumentNames, Transform
 

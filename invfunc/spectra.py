@@ -14,8 +14,7 @@ import torch
 
 from invfunc._extras import axes, ticking
 from invfunc._torch.functorch import transforming
-from invfunc._torch.precision import double_on
-from invfunc._torch.values import wide
+from invfunc._torch.values import double_on, wide
 from invfunc.callables import check_count, describe
 from invfunc.errors import ArgumentError
 from invfunc.loss.drawn import by

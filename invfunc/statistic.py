@@ -13,7 +13,6 @@ import torch
 from invfunc._extras import ticking
 from invfunc._torch.generators import set_states, states_of, torchs_own
 from invfunc._torch.values import anywhere
-from invfunc.arguments.problem import BoundProblem, InDims, beside, nothing, problem, with_aux
 from invfunc.callables import check_functions, describe
 from invfunc.core.evaluate import kept
 from invfunc.core.explained import explained
@@ -21,6 +20,7 @@ from invfunc.core.ways import Way, by_ways
 from invfunc.evaluation.engine import Engine
 from invfunc.evaluation.kinds import Drew
 from invfunc.plan import AxisName, Explanation, Options, joined
+from invfunc.problem import BoundProblem, InDims, beside, nothing, problem, with_aux
 from invfunc.reductions import Reduction
 from invfunc.reductions.reduction import GRADIENT, ColumnKind, Drawing, Quantity
 from invfunc.transform import Transform

@@ -15,8 +15,8 @@ import torch
 from invfunc import tree
 from invfunc._torch.functorch import memories, storage_of
 from invfunc._torch.values import checked_at_the_end
-from invfunc.arguments.problem import numpy_arrays
 from invfunc.errors import ArgumentError, ArgumentTypeError, InvFuncError, SampleAxisError
+from invfunc.problem import numpy_arrays
 
 _POSITIONAL = inspect.Parameter.POSITIONAL_ONLY
 

@@ -29,7 +29,7 @@ FLOORS = [
     {"linear_algebra"},
     {"kronecker"},
     {"operations"},
-    {"arguments"},
+    {"problem"},
     {"loss"},
     {"reductions"},
     {"budget"},

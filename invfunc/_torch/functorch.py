@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from operator import attrgetter
 from typing import Any, cast
@@ -581,3 +581,35 @@ def batched_like(x: torch.Tensor, batches: dict[int, int]) -> torch.Tensor:
         if want is None:
             return inner.select(dim, 0)
         return _C._add_batch_dim(inner if dim == want else inner.movedim(dim, want), want, level)
+
+
+def node_of(x: torch.Tensor) -> Any:
+    """The node whose gradient is that of x."""
+    return gradient_edge(x).node if x.requires_grad else None
+
+
+def nodes_of(tensors: Iterable[torch.Tensor], stops: Container[Any] = ()) -> list[Any]:
+    """The nodes of the graphs of tensors, no further than the stops."""
+    waiting = []
+    for x in tensors:
+        if x.requires_grad:
+            waiting.append(gradient_edge(x).node)
+    return nodes_below(waiting, stops)
+
+
+def nodes_below(
+    waiting: list[Any], stops: Container[Any] = (), known: Mapping[Any, Sequence[Any]] | None = None
+) -> list[Any]:
+    """These nodes and all below them; from known nodes it goes on with those stated alone."""
+    seen: dict[Any, None] = {}
+    while waiting:
+        node = waiting.pop()
+        if node in seen or node is None:
+            continue
+        seen[node] = None
+        if known is not None and node in known:
+            waiting += known[node]
+        elif node not in stops:
+            for parent, _ in node.next_functions:
+                waiting.append(parent)
+    return [*seen]

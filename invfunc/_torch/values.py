@@ -12,6 +12,7 @@ import torch
 
 from invfunc import thresholds
 from invfunc._torch.functorch import fake_tensors, innermost
+from invfunc.errors import ArgumentError
 
 HALF = (torch.float16, torch.bfloat16)
 
@@ -134,3 +135,29 @@ def same_values(a: torch.Tensor, b: torch.Tensor) -> bool:
 def size_of(x: torch.Tensor) -> torch.Tensor | int:
     """The largest absolute value, without what is not finite."""
     return x.detach().abs().nan_to_num(0, 0, 0).amax() if x.numel() else 0
+
+
+WITHOUT_FLOAT64 = {"mps"}
+"""The kinds of devices that refuse tensors of float64. There no way is taken in which sums of products cancel."""
+
+
+def has_float64(device: torch.device) -> bool:
+    """Tells whether a device has it."""
+    return device.type not in WITHOUT_FLOAT64
+
+
+def double_on(device: torch.device) -> torch.dtype:
+    """The dtype of the most digits that a device has."""
+    return torch.float64 if has_float64(device) else torch.float32
+
+
+def doubled(x: torch.Tensor) -> torch.Tensor:
+    """A tensor in that dtype."""
+    return x.to(double_on(x.device))
+
+
+def in_float64(x: torch.Tensor, why: str) -> torch.Tensor:
+    """A tensor in float64, or the error that says why there is no other way."""
+    if not has_float64(x.device):
+        raise ArgumentError(f"{why} in float64, which {x.device.type} has not. Keep its tensors on the CPU.")
+    return x.to(torch.promote_types(x.dtype, torch.float64))

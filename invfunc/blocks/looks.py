@@ -9,8 +9,7 @@ from typing import Any
 import torch
 
 from invfunc._torch.functorch import after_backward, backward_pass, batch_first, dispatched, innermost
-from invfunc._torch.precision import double_on
-from invfunc._torch.values import HALF, differentiable
+from invfunc._torch.values import HALF, differentiable, double_on
 from invfunc.errors import InexactWarning, InverseError
 from invfunc.transform import told
 

@@ -20,10 +20,8 @@ import torch.nn.functional as F
 from torch.overrides import TorchFunctionMode
 
 from invfunc import thresholds, tree
-from invfunc._torch.functorch import as_it_is, gradient_edge, storage_of, version
-from invfunc._torch.graphs import node_of, nodes_below, nodes_of
+from invfunc._torch.functorch import as_it_is, gradient_edge, node_of, nodes_below, nodes_of, storage_of, version
 from invfunc._torch.values import anywhere, wide
-from invfunc.arguments.problem import BoundProblem
 from invfunc.core.marks import Mark, Run, Unsupported, know
 from invfunc.core.refusals import check_outputs
 from invfunc.errors import ArgumentError, SplitError, unreached, written
@@ -42,6 +40,7 @@ from invfunc.loss.square_root import (
 from invfunc.operations.axis import IN_FRONT, Axis
 from invfunc.operations.forms import TwiceDifferentiable
 from invfunc.operations.operation import argument, called
+from invfunc.problem import BoundProblem
 from invfunc.reductions.reduction import Drawing, Quantity
 
 ELEMENTWISE = called("mse_loss huber_loss smooth_l1_loss binary_cross_entropy_with_logits poisson_nll_loss")

@@ -16,7 +16,6 @@ from invfunc import thresholds, tree
 from invfunc._extras import Ticks
 from invfunc._torch.functorch import graph_of, transforming, versions
 from invfunc._torch.generators import same_state, set_states, state_of, states_of, torchs_own
-from invfunc.arguments.problem import BoundProblem, check_numbers, whole
 from invfunc.budget import fits
 from invfunc.core.columns import Finder, Output, Twice, columns_at, lost, marked_for, single, split
 from invfunc.core.factors import partners
@@ -34,6 +33,7 @@ from invfunc.loss.square_root import Affine, Columns, Units, Weighted, joined_bl
 from invfunc.operations.axis import back, exposed
 from invfunc.operations.forms import TwiceDifferentiable
 from invfunc.plan import Options, Plan, even
+from invfunc.problem import BoundProblem, check_numbers, whole
 from invfunc.reductions import Found, Reduction, State, States
 from invfunc.reductions.estimates import Lot
 from invfunc.reductions.reduction import Quantity, Shortcuts

@@ -9,7 +9,6 @@ from typing import Any
 import torch
 
 from invfunc import thresholds, tree
-from invfunc.arguments.problem import BoundProblem
 from invfunc.budget import bytes_of
 from invfunc.core.columns import Output, columns_at
 from invfunc.core.evaluate import Fold, Pullback, by_kinds, kept, of_each_kind, uses_of
@@ -21,6 +20,7 @@ from invfunc.core.uses import Copies, Use
 from invfunc.core.ways import WAYS, Way
 from invfunc.loss.square_root import Columns
 from invfunc.plan import Explanation, Options, Parameter, ReportPart
+from invfunc.problem import BoundProblem
 from invfunc.reductions.reduction import Quantity
 from invfunc.structure.plan import Shortcut, Structure
 

@@ -20,8 +20,7 @@ import torch
 import torch.nn.functional as F
 
 from invfunc import thresholds, tree
-from invfunc._torch.functorch import base_of, checkpointing, gradient_edge, version, versions
-from invfunc._torch.graphs import nodes_below
+from invfunc._torch.functorch import base_of, checkpointing, gradient_edge, nodes_below, version, versions
 from invfunc._torch.values import anywhere, fake, wide
 from invfunc.core.columns import columns_at, softmax_root, split
 from invfunc.core.marks import Unsupported, named, option, tensors

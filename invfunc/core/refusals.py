@@ -7,11 +7,11 @@ from typing import Any
 
 import torch
 
-from invfunc.arguments.problem import BoundProblem
 from invfunc.budget import bytes_of, free_on, told
 from invfunc.core.marks import SUMMED, Mark, Node, Run, Unsupported
 from invfunc.core.uses import TableRows, Use
 from invfunc.errors import ArgumentError, SampleAxisError, unreached
+from invfunc.problem import BoundProblem
 from invfunc.reductions import Reduction
 from invfunc.reductions.reduction import Quantity
 

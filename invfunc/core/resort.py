@@ -22,11 +22,9 @@ import torch.nn.functional as F
 from torch.overrides import TorchFunctionMode
 
 from invfunc import thresholds, tree
-from invfunc._torch.functorch import as_it_is, graph_level, graph_of, mapped
+from invfunc._torch.functorch import as_it_is, graph_level, graph_of, mapped, nodes_below
 from invfunc._torch.generators import set_states, state_of, torchs_own
-from invfunc._torch.graphs import nodes_below
 from invfunc._torch.values import anywhere, near, wide
-from invfunc.arguments.problem import BoundProblem
 from invfunc.budget import free_on, told
 from invfunc.core.columns import CRITERIA, KNOWN
 from invfunc.core.marks import LEAF, SUMMED, Mark, Node, Unsupported, know, option, spelled, tensors
@@ -34,6 +32,7 @@ from invfunc.core.run import Run
 from invfunc.core.uses import Copies
 from invfunc.operations.axis import Axis, Order
 from invfunc.plan import even
+from invfunc.problem import BoundProblem
 
 Tensor = torch.Tensor
 Tensors = Sequence[Tensor]

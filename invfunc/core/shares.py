@@ -12,10 +12,8 @@ from typing import Any, TypeVar
 import torch
 
 from invfunc import thresholds
-from invfunc._torch import precision
 from invfunc._torch.functorch import dispatched, mapped
-from invfunc._torch.precision import doubled
-from invfunc._torch.values import HALF, wide
+from invfunc._torch.values import HALF, doubled, has_float64, wide
 from invfunc.core.factors import kronecker, rotated
 from invfunc.core.marks import DERIVED, LEAF, SWAP
 from invfunc.core.norms import narrow_norms, tried
@@ -291,7 +289,7 @@ class Shares:
     def moments(self) -> tuple[torch.Tensor, torch.Tensor]:
         """`sum_n G[n]` and `sum_n (G[n] - mean G)^2` of the only column, without cancellation."""
         n, narrow = self.count, self.leaf.dtype == torch.float32
-        factors = self.factors() if narrow and self.leaf.device.type not in precision.WITHOUT_FLOAT64 else None
+        factors = self.factors() if narrow and has_float64(self.leaf.device) else None
         if factors is not None:  # in float64, whose rounding is 1e9 times finer
             use, a, d = factors
             key = "wide", id(use.edge)

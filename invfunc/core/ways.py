@@ -15,7 +15,6 @@ from torch.utils.checkpoint import CheckpointError
 
 from invfunc._torch.functorch import transforming
 from invfunc._torch.weak import WeakIdMap
-from invfunc.arguments.problem import BoundProblem
 from invfunc.core.columns import Twice
 from invfunc.core.generic import Unreplayed
 from invfunc.core.marks import Final, Unsupported
@@ -23,6 +22,7 @@ from invfunc.core.refusals import refused_by
 from invfunc.core.resort import alone, by_rows
 from invfunc.core.run import Run
 from invfunc.errors import InvFuncError, ReplayError
+from invfunc.problem import BoundProblem
 
 Way = Callable[[BoundProblem, Run, list[torch.Tensor]], tuple[Any, Any]]
 """A way of calling f, given the leaves of a run: the result, whose mark and uses the run knows then, and aux."""

@@ -13,7 +13,6 @@ import torch
 from invfunc import tree
 from invfunc._extras import told_of_parts
 from invfunc._torch.functorch import storage_of
-from invfunc.arguments.problem import InDims, batch_dims
 from invfunc.data_sets.visits import check_like, check_own
 from invfunc.errors import ArgumentError, ArgumentTypeError, RandomnessError
 from invfunc.evaluation.batches import Batches, Feed, batches_of, check_loader, first, no_samples, size_of, unscaled
@@ -21,6 +20,7 @@ from invfunc.evaluation.engine import Engine
 from invfunc.evaluation.kinds import Drew
 from invfunc.evaluation.processes import fingerprint
 from invfunc.plan import Explanation
+from invfunc.problem import InDims, batch_dims
 from invfunc.reductions import Reduction
 from invfunc.reductions.columns import InnerProducts, KeptShares, RowsWithKept, SampleShares
 from invfunc.statistic import Statistic

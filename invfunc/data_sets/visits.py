@@ -14,7 +14,6 @@ import torch
 from invfunc import tree
 from invfunc._torch.functorch import storage_of
 from invfunc._torch.sharded import sharded
-from invfunc.arguments.problem import InDims, batch_dims
 from invfunc.errors import ArgumentError, ArgumentTypeError
 from invfunc.evaluation.batches import (
     GIVES_BATCHES,
@@ -34,6 +33,7 @@ from invfunc.evaluation.engine import Engine, JointFold
 from invfunc.evaluation.kinds import BatchWeights, Drew
 from invfunc.evaluation.processes import ALONE, Processes, described, fingerprint, named, same, whole
 from invfunc.loss.drawn import key_of
+from invfunc.problem import InDims, batch_dims
 from invfunc.products.product import space_of
 from invfunc.reductions import Found, Reduction, States
 from invfunc.reductions.columns import KeptShares, RowsWithKept

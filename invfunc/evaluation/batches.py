@@ -16,11 +16,11 @@ import torch
 from invfunc import tree
 from invfunc._extras import told_of_parts
 from invfunc._torch.functorch import transforming, version
-from invfunc.arguments.problem import InDims, batch_dims
 from invfunc.errors import ArgumentError, ArgumentTypeError
 from invfunc.evaluation.processes import fingerprint
 from invfunc.kronecker.matrix import Joint, Kronecker, Origin
 from invfunc.kronecker.places import Place
+from invfunc.problem import InDims, batch_dims
 from invfunc.reductions.factors import Factors, ParameterFactors, Sided
 
 Visit = Callable[[tuple, int], int]

@@ -15,7 +15,6 @@ from invfunc._extras import Ticks, ticking
 from invfunc._torch.functorch import transforming, undispatched, unwatched
 from invfunc._torch.generators import same_state, set_states, state_of, torchs_own
 from invfunc._torch.values import anywhere, checked_at_the_end, same_values
-from invfunc.arguments.problem import BoundProblem, whole
 from invfunc.core.columns import joined, made
 from invfunc.core.evaluate import Made, RunStates, columns_of_all, hessian_of, kept, loss_of, returned
 from invfunc.core.marks import Final, Unsupported
@@ -24,6 +23,7 @@ from invfunc.errors import ArgumentError, InvFuncError, SampleAxisError
 from invfunc.evaluation.kinds import FEW, Drew, Kind, LossPart, check_batches, kind_of, neither, not_in_parts
 from invfunc.loss.drawn import joined as joined_trees
 from invfunc.plan import Options
+from invfunc.problem import BoundProblem, whole
 from invfunc.reductions import Found, Reduction, States
 from invfunc.reductions.reduction import Accumulator, Quantity
 

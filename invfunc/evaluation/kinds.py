@@ -11,13 +11,12 @@ import torch
 
 from invfunc import tree
 from invfunc._torch.generators import uniform
-from invfunc._torch.precision import doubled
-from invfunc._torch.values import HALF, anywhere, fake, near, same_values, size_of, wide
+from invfunc._torch.values import HALF, anywhere, doubled, fake, near, same_values, size_of, wide
 from invfunc._torch.weak import WeakIdMap
-from invfunc.arguments.problem import BoundProblem
 from invfunc.errors import ArgumentError, RandomnessError, SampleAxisError
 from invfunc.evaluation.batches import unscaled
 from invfunc.loss.drawn import joined
+from invfunc.problem import BoundProblem
 
 Kind = Literal["each", "mean", "sum"]
 """One by one, as their mean or their sum."""

@@ -13,7 +13,7 @@ import torch
 
 from invfunc import tree
 from invfunc._torch.functorch import innermost, unwatched
-from invfunc._torch.precision import in_float64
+from invfunc._torch.values import in_float64
 from invfunc.blocks.series import in_series
 from invfunc.callables import check_count, describe
 from invfunc.errors import ArgumentError, ArgumentTypeError, InverseError, InvFuncWarning

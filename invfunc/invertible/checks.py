@@ -12,8 +12,7 @@ import torch
 
 from invfunc import tree
 from invfunc._extras import axes, table
-from invfunc._torch.precision import doubled
-from invfunc._torch.values import differentiable
+from invfunc._torch.values import differentiable, doubled
 from invfunc.blocks.looks import precision_of, relative_error
 from invfunc.blocks.run import BlockRun
 from invfunc.errors import InverseError, InvFuncError, InvFuncWarning

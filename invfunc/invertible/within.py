@@ -18,8 +18,7 @@ from torch import fx
 from invfunc import tree
 from invfunc._torch.eager import BROKEN, CHAIN, FOUND, higher_order, say, say_now, transformed
 from invfunc._torch.functorch import TorchDispatchMode, after_backward, storage_of, undispatched
-from invfunc._torch.precision import doubled
-from invfunc._torch.values import differentiable
+from invfunc._torch.values import differentiable, doubled
 from invfunc.blocks.looks import tell
 from invfunc.blocks.series import Known
 from invfunc.blocks.surroundings import Casts, autocast_as, casts_now

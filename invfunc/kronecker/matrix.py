@@ -16,8 +16,7 @@ import torch
 
 from invfunc import tree
 from invfunc._extras import kind, table
-from invfunc._torch.precision import doubled
-from invfunc._torch.values import checked_at_the_end
+from invfunc._torch.values import checked_at_the_end, doubled
 from invfunc.errors import ArgumentError, ArgumentTypeError
 from invfunc.linear_algebra import matrices
 

@@ -13,10 +13,10 @@ import torch
 import torch.nn.functional as F
 
 from invfunc import tree
-from invfunc.arguments.problem import of_numpy
 from invfunc.errors import ArgumentError, ArgumentTypeError
 from invfunc.pairs.couplings import wide
 from invfunc.pairs.pair import Invertible, PairLaw
+from invfunc.problem import of_numpy
 
 
 @dataclass(frozen=True, repr=False)

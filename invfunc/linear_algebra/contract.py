@@ -15,7 +15,7 @@ from torch.nn.grad import conv1d_weight, conv2d_weight, conv3d_weight
 
 from invfunc import thresholds
 from invfunc._torch.functorch import dispatched, dual, transforming
-from invfunc._torch.precision import has_float64
+from invfunc._torch.values import has_float64
 
 T = TypeVar("T")
 Term = tuple[str, torch.Tensor]

@@ -13,8 +13,7 @@ import torch
 from torch.nn import functional as F
 
 from invfunc._torch.functorch import dual_level, innermost, levels
-from invfunc._torch.precision import doubled
-from invfunc._torch.values import check
+from invfunc._torch.values import check, doubled
 from invfunc.errors import ArgumentError, ArgumentTypeError
 
 

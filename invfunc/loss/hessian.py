@@ -17,12 +17,14 @@ from invfunc._torch.functorch import (
     graph_of,
     innermost,
     mapped,
+    node_of,
+    nodes_below,
+    nodes_of,
     rows_of,
     storage_of,
     transforming,
     version,
 )
-from invfunc._torch.graphs import node_of, nodes_below, nodes_of
 from invfunc._torch.values import HALF, anywhere, check, checked_at_once, wide
 from invfunc.errors import ArgumentError, ConvexityError, SplitError, written
 from invfunc.loss.square_root import (

@@ -13,7 +13,7 @@ from typing import Any, Protocol
 
 import torch
 
-from invfunc._torch.precision import doubled
+from invfunc._torch.values import doubled
 from invfunc.linear_algebra.matrices import spectrum
 
 OutputCotangents = dict[int, torch.Tensor]

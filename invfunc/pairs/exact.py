@@ -13,7 +13,7 @@ import torch
 
 from invfunc import tree
 from invfunc._torch.functorch import innermost, saving_hooks, transforming, unwatched
-from invfunc._torch.precision import in_float64
+from invfunc._torch.values import in_float64
 from invfunc.callables import check_callable, describe
 from invfunc.errors import ArgumentError, ArgumentTypeError, InverseError, RangeError
 from invfunc.pairs.pair import Invertible

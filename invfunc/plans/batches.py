@@ -9,7 +9,6 @@ from typing import Any
 import torch
 
 from invfunc import tree
-from invfunc.arguments.problem import batch_dims, batch_size
 from invfunc.callables import describe
 from invfunc.data_sets.visits import VisitWork
 from invfunc.errors import ArgumentError
@@ -18,6 +17,7 @@ from invfunc.evaluation.engine import Engine, bring, brought
 from invfunc.evaluation.kinds import LossPart, ratio
 from invfunc.loss.drawn import joined
 from invfunc.plans.calls import Calls
+from invfunc.problem import batch_dims, batch_size
 from invfunc.products.product import Product, WithVector
 from invfunc.reductions.columns import InnerProducts, MatrixTrace, SquareRoot, SumOfSquares
 from invfunc.reductions.gradients import CentredSquares, ClippedSum, EachSample, Sketches, SumAndCentredSquares

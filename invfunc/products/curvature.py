@@ -14,7 +14,7 @@ from typing import Any
 import torch
 
 from invfunc import thresholds
-from invfunc._torch.graphs import node_of, nodes_of
+from invfunc._torch.functorch import node_of, nodes_of
 from invfunc.core.columns import CRITERIA, Finder
 from invfunc.core.hessian import CallsRun
 from invfunc.core.marks import Unsupported, spelled, tensors

@@ -15,10 +15,8 @@ from invfunc import thresholds, tree
 from invfunc._extras import kind, ticking
 from invfunc._torch.functorch import innermost, transforming
 from invfunc._torch.generators import set_states, state_of
-from invfunc._torch.precision import double_on, doubled
 from invfunc._torch.sharded import sharded
-from invfunc._torch.values import anywhere, near
-from invfunc.arguments.problem import BoundProblem, InDims
+from invfunc._torch.values import anywhere, double_on, doubled, near
 from invfunc.budget import free_on
 from invfunc.budget import told as in_words
 from invfunc.callables import check_count, check_functions, describe, fisher_columns
@@ -29,6 +27,7 @@ from invfunc.linear_algebra.matrices import Damping, damped, wide
 from invfunc.loss.square_root import Columns, rooted
 from invfunc.operations.forms import TwiceDifferentiable
 from invfunc.plan import Explanation, Options
+from invfunc.problem import BoundProblem, InDims
 from invfunc.products.curvature import OutputRows, of_root
 from invfunc.products.given import Direction, Kind, Linear, ProductArguments, Pull, Scope, States, Vectors
 from invfunc.products.product import Space, check_product, ggnvp, names_of, space_of, through

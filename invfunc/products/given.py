@@ -22,23 +22,14 @@ from invfunc._torch.functorch import (
     level_of,
     levels,
     listening,
+    nodes_of,
     set_graph,
     transforming,
     version,
 )
 from invfunc._torch.generators import set_states, state_of
-from invfunc._torch.graphs import nodes_of
 from invfunc._torch.opened import Uncompiled
 from invfunc._torch.values import near, same_values
-from invfunc.arguments.problem import (
-    BoundProblem,
-    batch_dims,
-    batch_size,
-    check_numbers,
-    check_params,
-    problem,
-    with_aux,
-)
 from invfunc.core import columns as core
 from invfunc.core.columns import CRITERIA, Finder, Output, lost, marked_for
 from invfunc.core.marks import LEAF, SUMMED, Mark, Node, Unsupported, know, option
@@ -48,6 +39,15 @@ from invfunc.errors import ArgumentError, SplitError, unreached, written
 from invfunc.loss.hessian import by_rows, hessian, pulled_back, pulled_rows, softmax_product, structured
 from invfunc.loss.square_root import FormedColumns
 from invfunc.operations.forms import TwiceDifferentiable
+from invfunc.problem import (
+    BoundProblem,
+    batch_dims,
+    batch_size,
+    check_numbers,
+    check_params,
+    problem,
+    with_aux,
+)
 
 Vectors = list[torch.Tensor | None]
 """A tensor for each input, or for each output; None stands for zeros."""

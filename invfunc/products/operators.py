@@ -12,8 +12,7 @@ import torch.nn.functional as F
 
 from invfunc import tree
 from invfunc._extras import extra
-from invfunc._torch.precision import double_on
-from invfunc._torch.values import wide
+from invfunc._torch.values import double_on, wide
 from invfunc.callables import check_choice, check_functions, describe
 from invfunc.errors import ArgumentError, ArgumentTypeError
 from invfunc.evaluation.processes import parts

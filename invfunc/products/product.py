@@ -12,7 +12,6 @@ import torch
 from invfunc import tree
 from invfunc._torch.sharded import sharded
 from invfunc._torch.weak import WeakIdMap
-from invfunc.arguments.problem import BoundProblem, InDims, check_params, of_numpy
 from invfunc.callables import (
     check_callable,
     check_choice,
@@ -28,6 +27,7 @@ from invfunc.evaluation.engine import JointFold, check_joined
 from invfunc.evaluation.kinds import LossPart
 from invfunc.evaluation.processes import ALONE, Processes, named, same, whole
 from invfunc.plan import Options
+from invfunc.problem import BoundProblem, InDims, check_params, of_numpy
 from invfunc.products.curvature import of_fisher, of_ggn, of_hessian, of_positive_hessian
 from invfunc.products.given import Kind, Linear, ProductArguments
 from invfunc.reductions.reduction import GRADIENT, Drawing, Quantity, Reduction

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 
 from invfunc import thresholds, tree
-from invfunc._torch.precision import double_on, doubled
+from invfunc._torch.values import double_on, doubled
 from invfunc.errors import ArgumentError
 from invfunc.kronecker.matrix import Kronecker, LowRank, weighted
 from invfunc.kronecker.places import Unfactored

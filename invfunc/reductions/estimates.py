@@ -11,7 +11,7 @@ import torch
 
 from invfunc import tree
 from invfunc._extras import table
-from invfunc._torch.precision import double_on, doubled
+from invfunc._torch.values import double_on, doubled
 from invfunc.errors import ArgumentError, ArgumentTypeError
 from invfunc.linear_algebra.contract import summed
 from invfunc.loss.square_root import safe_root

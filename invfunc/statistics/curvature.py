@@ -8,10 +8,10 @@ from typing import Any, Literal
 import torch
 
 from invfunc import tree
-from invfunc.arguments.problem import Indices, InDims
 from invfunc.callables import by_method, covariances, describe, drawing, spelled
 from invfunc.errors import ArgumentError
 from invfunc.kronecker.matrix import LowRank
+from invfunc.problem import Indices, InDims
 from invfunc.reductions.columns import (
     JacobianRows,
     MatrixTrace,

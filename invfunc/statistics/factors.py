@@ -7,8 +7,8 @@ from typing import Any, Literal
 
 import torch
 
-from invfunc.arguments.problem import Indices, InDims
 from invfunc.callables import by_method, check_count, check_factors, fisher_columns, most_of
+from invfunc.problem import Indices, InDims
 from invfunc.reductions.factors import BothSides, ChainFactors, InEigenbasis, KroneckerFactors, OneSide
 from invfunc.reductions.reduction import CHAIN
 from invfunc.statistic import Statistic

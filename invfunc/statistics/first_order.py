@@ -11,11 +11,11 @@ import torch
 
 from invfunc import tree
 from invfunc._torch.functorch import dispatched, innermost, transforming
-from invfunc._torch.precision import doubled
+from invfunc._torch.values import doubled
 from invfunc._torch.weak import WeakIdMap
-from invfunc.arguments.problem import BoundProblem, Indices, InDims
 from invfunc.callables import check_choice, describe, grouped, projecting, spelled, valued
 from invfunc.errors import ArgumentError, ArgumentTypeError, InvFuncWarning
+from invfunc.problem import BoundProblem, Indices, InDims
 from invfunc.reductions.columns import InnerProducts, ProductsWithOthers, SquaresOfPlaces, SumOfSquares
 from invfunc.reductions.estimates import SumAndNoise
 from invfunc.reductions.gradients import (

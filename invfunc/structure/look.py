@@ -16,13 +16,13 @@ import torch.nn.functional as F
 
 from invfunc import thresholds
 from invfunc._torch.functorch import undispatched, unwatched
-from invfunc.arguments.problem import BoundProblem
 from invfunc.core.columns import Finder, lost, marked_for, split
 from invfunc.core.marks import DERIVED, Known, Node
 from invfunc.core.run import Run
 from invfunc.core.shares import Shares
 from invfunc.core.uses import WHOLE, Block, Expanded, ProductUse, TableRows, Use
 from invfunc.linear_algebra.contract import joined, summed
+from invfunc.problem import BoundProblem
 from invfunc.structure.labels import NONE, LabelRows, Labels, coordinates, core
 
 

@@ -12,7 +12,6 @@ import torch
 
 from invfunc import thresholds
 from invfunc._torch.generators import set_states, state_of, torchs_own, uniform
-from invfunc.arguments.problem import BoundProblem
 from invfunc.core.marks import DERIVED, LEAF, SWAP
 from invfunc.core.run import Run
 from invfunc.core.shares import Shares
@@ -20,6 +19,7 @@ from invfunc.core.uses import Expanded, ProductUse, Use
 from invfunc.core.ways import is_fault
 from invfunc.loss.square_root import Columns
 from invfunc.plan import even
+from invfunc.problem import BoundProblem
 from invfunc.reductions.reduction import Shortcuts
 from invfunc.structure.columns import (
     Bottleneck,

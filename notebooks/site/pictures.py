@@ -17,7 +17,7 @@ FLOORS = [
     (["budget"], "what a call takes of memory and time"),
     (["reductions"], "what a statistic keeps, and how it adds up"),
     (["loss"], "square roots of losses, and columns that are drawn"),
-    (["arguments"], "the arguments of a call, sorted"),
+    (["problem"], "the arguments of a call, sorted"),
     (["operations"], "forms of torch's operations with right second derivatives, and their names"),
     (["kronecker"], "Kronecker products"),
     (["linear_algebra"], "contractions and matrices"),

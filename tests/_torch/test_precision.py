@@ -8,7 +8,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import invfunc
 from invfunc import thresholds, tree
-from invfunc._torch import precision
+from invfunc._torch import values
 
 
 class Refused(TorchDispatchMode):
@@ -23,7 +23,7 @@ class Refused(TorchDispatchMode):
 
 @pytest.fixture
 def without(monkeypatch):
-    monkeypatch.setattr(precision, "WITHOUT_FLOAT64", {"cpu"})
+    monkeypatch.setattr(values, "WITHOUT_FLOAT64", {"cpu"})
     monkeypatch.setattr(thresholds, "AT_ONCE", 0)
     return Refused
 
@@ -78,7 +78,7 @@ class TestDevicesWithoutFloat64:
         model, x, y = MODELS[model]()
         f, params = invfunc.functional(model)
         wanted = STATISTICS[name](f)(params, x, y)
-        monkeypatch.setattr(precision, "WITHOUT_FLOAT64", {"cpu"})
+        monkeypatch.setattr(values, "WITHOUT_FLOAT64", {"cpu"})
         with Refused():
             found = STATISTICS[name](f)(params, x, y)
         assert_near(found, wanted, 2e-5)
@@ -117,7 +117,7 @@ class TestDevicesWithoutFloat64:
 
         t = of(f)
         wanted = t(w, x)
-        monkeypatch.setattr(precision, "WITHOUT_FLOAT64", {"cpu"})
+        monkeypatch.setattr(values, "WITHOUT_FLOAT64", {"cpu"})
         assert_near(t(w, x), wanted, 1e-3)
 
     def test_have_blocks(self, without):

@@ -4,8 +4,8 @@ import pytest
 import torch
 
 from invfunc import batch_grad
-from invfunc.arguments.problem import problem
 from invfunc.errors import ArgumentError
+from invfunc.problem import problem
 from tests.strategies import Numbers
 
 P, X, Y = {"w": Numbers(0)(3, 2)}, Numbers(1)(4, 3), Numbers(2)(4, 2)

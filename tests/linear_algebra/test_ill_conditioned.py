@@ -14,7 +14,7 @@ from torch.func import vmap
 
 import invfunc
 from invfunc import eigenpairs, kronecker, predictive_covariance, tree
-from invfunc._torch import precision
+from invfunc._torch import values
 from invfunc.errors import ArgumentError, ArgumentTypeError
 from invfunc.kronecker import Kronecker, LowRank
 from invfunc.linear_algebra.contract import patches_gram
@@ -160,7 +160,7 @@ class TestEigenpairs:
         )
 
     def test_without_float64_take_more_damping(self, decades, monkeypatch):
-        monkeypatch.setattr(precision, "WITHOUT_FLOAT64", {"cpu"})
+        monkeypatch.setattr(values, "WITHOUT_FLOAT64", {"cpu"})
         x = orthogonal(30, 12) * spectrum(12, decades / 2) @ orthogonal(12, seed=1).T
         w, x, y = torch.zeros(12, 1), x.float(), Numbers(2)(30, 1).float()
         pairs, v = eigenpairs(lambda w, x: x @ w, nn.MSELoss(reduction="sum"))(w, x, y), torch.ones(12, 1)

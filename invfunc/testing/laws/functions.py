@@ -16,9 +16,9 @@ import torch
 
 import invfunc
 from invfunc import tree
-from invfunc.arguments.problem import InDims
 from invfunc.callables import check_callable, describe
 from invfunc.errors import SampleAxisError
+from invfunc.problem import InDims
 from invfunc.testing import models
 from invfunc.testing.laws import loops
 from invfunc.testing.laws.compare import (

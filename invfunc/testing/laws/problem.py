@@ -11,9 +11,9 @@ import torch
 
 from invfunc import tree
 from invfunc._torch.functorch import version
-from invfunc.arguments.problem import InDims, batch_dims, batch_size, check_params
 from invfunc.callables import check_functions, describe
 from invfunc.errors import ArgumentError, InvFuncError
+from invfunc.problem import InDims, batch_dims, batch_size, check_params
 from invfunc.testing.laws.compare import cast, fixed, generators, seeded
 from invfunc.testing.laws.run import Subject, coarsest
 from invfunc.transform import ArgumentNames
