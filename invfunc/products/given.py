@@ -532,7 +532,8 @@ class ProductArguments:
             set_states(before)
             raise refused_by([error]) from None
         finder: Any = run.criterion
-        return ScopedSplit(self.scope, given.n, result, finder.outputs, finder.terms, run.again)
+        again, run.again = run.again, None  # which leads back to the run
+        return ScopedSplit(self.scope, given.n, result, finder.outputs, finder.terms, again)
 
     # Forward mode
 

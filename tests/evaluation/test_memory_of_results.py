@@ -1,5 +1,6 @@
 """Each tensor of a result has memory of its own: it can be written, or added up over machines, without the others."""
 
+import gc
 from collections import Counter
 from functools import partial
 
@@ -241,3 +242,25 @@ def test_shapes_and_bytes_are_those_of_numbers(case):
             found, predicted = shapes_and_bytes(some)
         assert found == shapes
         assert peak <= predicted <= peak + NUMBERS, some
+
+
+@pytest.mark.parametrize("case", [*CASES, *PRODUCTS])
+def test_a_warm_call_leaves_no_tensors_to_be_collected(case):
+    """What a call made goes with its result: a stream would keep its batches until Python collects garbage."""
+    params, *batch = arguments()
+    if case in PRODUCTS:
+        t, args = PRODUCTS[case](model, F.cross_entropy), (params, tree.map_tensors(torch.ones_like, params), *batch)
+    else:
+        t, args = made_of(CASES[case][0], model, F.cross_entropy, CASES[case][1]), (params, *batch)
+    t(*args)
+    t(*args)
+    with nothing_collected():
+        gc.collect()
+        gc.set_debug(gc.DEBUG_SAVEALL)
+        try:
+            t(*args)
+            gc.collect()
+            assert not [x for x in gc.garbage if isinstance(x, torch.Tensor)]
+        finally:
+            gc.set_debug(0)
+            gc.garbage.clear()
