@@ -30,16 +30,17 @@ class Ceiling:
 
     def measured(self):
         """Code lines and files of today."""
-        files = [file for folder in self.folders for file in (ROOT / folder).rglob("*.py")]
+        places = [ROOT / folder for folder in self.folders]
+        files = [file for place in places for file in ([place] if place.is_file() else place.rglob("*.py"))]
         return sum(map(code_lines, files)), len(files)
 
 
 CEILINGS = {
     "the package": Ceiling(
         ["invfunc"],
-        27_000,
-        216,
-        "one core for all statistics; wanted are 20,000 in 160 files: core, scale and products are to shrink next",
+        25_710,
+        134,
+        "one core for all statistics; wanted are 20,000: what goes next is forward mode or padded plans",
     ),
     "invertible functions": Ceiling(
         ["invfunc/blocks", "invfunc/invertible", "invfunc/pairs"],
@@ -51,13 +52,13 @@ CEILINGS = {
         ["invfunc/pairs"], 1_475, 7, "a pair is data: moves, from which both directions come; and what others import"
     ),
     "functional": Ceiling(
-        ["invfunc/functional"],
+        ["invfunc/functional.py"],
         190,
-        2,
+        1,
         "messages, copies, a mode of its own, kept tensors, the swap of parameters in half of torch's time",
     ),
     "the tests": Ceiling(
-        ["tests"], 34_600, 275, "laws of what stands, and a test of each fault of torch; wanted are 30,000"
+        ["tests"], 30_200, 198, "laws of what stands, and a test of each fault of torch; planted faults are data beside"
     ),
 }
 """Ceilings: a change that needs more takes away elsewhere, or states a better reason here."""
@@ -66,10 +67,10 @@ NAMES = 50
 """Top-level names at most: peers have 5 to 35. What few look for is an option, or in `pairs`, `kronecker`, `errors`."""
 
 CALLS = {
-    "variance": (invfunc.variance, 244, 20, 14),
-    "batch_l2_grad": (invfunc.batch_l2_grad, 232, 20, 14),
-    "diag_ggn": (invfunc.diag_ggn, 322, 29, 16),
-    "kfac": (lambda f: invfunc.kfac(f, mc_samples=1, generator=torch.Generator()), 397, 35, 17),
+    "variance": (invfunc.variance, 239, 19, 14),
+    "batch_l2_grad": (invfunc.batch_l2_grad, 223, 19, 14),
+    "diag_ggn": (invfunc.diag_ggn, 313, 25, 16),
+    "kfac": (lambda f: invfunc.kfac(f, mc_samples=1, generator=torch.Generator()), 384, 30, 17),
 }
 """Python calls of the package in a warm call of a two-layer MLP, in how many files, and how deep, at most.
 
