@@ -246,7 +246,7 @@ def test_shapes_and_bytes_are_those_of_numbers(case):
 
 @pytest.mark.parametrize("case", [*CASES, *PRODUCTS])
 def test_a_warm_call_leaves_no_tensors_to_be_collected(case):
-    """What a call made goes with its result: a stream would keep its batches until Python collects garbage."""
+    """A call keeps its result alone alive: a stream would keep its batches until Python collects garbage."""
     params, *batch = arguments()
     if case in PRODUCTS:
         lead = (1,) if "blocks" in case else ()
