@@ -108,7 +108,7 @@ from invfunc.reductions.estimates import Lot
 Tensor = torch.Tensor
 SET = Tensor.__setitem__
 TABLES = {F.embedding, F.embedding_bag}
-REWRITTEN = {*TABLES, torch.broadcast_tensors}
+REWRITTEN = {*TABLES, torch.broadcast_tensors, F.scaled_dot_product_attention}
 """Operations with a rule that run, or may run, in others."""
 PICKING = INDEXES | {SET}
 """Operations whose index is one of their arguments, which weighs nothing."""
@@ -359,7 +359,8 @@ class Run(TorchFunctionMode):
         """The result of an operation of samples in others that are followed; None where it is followed as it is."""
         if func in TABLES and params and option(args, kwargs, 3, "max_norm") is not None:
             raise Final("an embedding with max_norm, which writes its table")
-        if func is F.embedding:
+        masked = func is F.scaled_dot_product_attention and option(args, kwargs, 3, "attn_mask")
+        if func is F.embedding or (masked is not False and not any([x is masked for x, _ in params])):
             return None
         if func is torch.broadcast_tensors:
             shape = torch.broadcast_shapes(*[x.shape for x in args])

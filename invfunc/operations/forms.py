@@ -27,6 +27,25 @@ def _unfused(func: Callable, *args: Any, **kwargs: Any) -> torch.Tensor:
         return func(*args, **kwargs)
 
 
+def masked_attention(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    attn_mask: torch.Tensor | None = None,
+    dropout_p: float = 0.0,
+    is_causal: bool = False,
+    scale: float | None = None,
+    enable_gqa: bool = False,
+) -> torch.Tensor:
+    """Scaled dot-product attention whose mask is a parameter, as the relative bias of T5 or Swin."""
+    if is_causal or enable_gqa or attn_mask is None:
+        raise SampleAxisError(
+            "`scaled_dot_product_attention`: with a mask of parameters it is neither causal nor grouped."
+        )
+    products = query @ key.mT * (query.shape[-1] ** -0.5 if scale is None else scale)
+    return F.dropout((products + attn_mask).softmax(-1), dropout_p, dropout_p > 0) @ value
+
+
 def _prelu(input: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
     """`prelu` written out, as the derivative of torch's is wrong where torch.vmap batches both arguments."""
     if weight.numel() > 1 and input.ndim > 1:
@@ -104,7 +123,7 @@ def pad_sequence(
     )
 
 
-define("scaled_dot_product_attention", twice=_unfused)
+define("scaled_dot_product_attention", composed=masked_attention, twice=_unfused)
 define("abs absolute", twice=_abs)
 define("__abs__", twice=_abs)
 define("detach", keeps=True)

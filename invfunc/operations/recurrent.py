@@ -323,12 +323,17 @@ def _layers(name: str, cell: Cell, unroll: Unroll = _unrolled) -> Callable[..., 
 
     def packed(data: torch.Tensor, sizes: list[int], hx: Any, *others: Any) -> Tensors:
         states = (hx,) if name != "lstm" else hx
+        if any(h.shape[1] != sizes[0] for h in states):  # torch does not broadcast either
+            raise ValueError(f"{name}: one state for each of the {sizes[0]} samples is wanted.")
         return _run(cell, unroll, sizes, data, states, *others)
 
     def padded(input: torch.Tensor, hx: Any, *others: Any) -> Tensors:
         batch_first = others[-1]
         x = input.transpose(0, 1) if batch_first else input
         states = (hx,) if name != "lstm" else hx
+        if x.ndim != 3 or any(h.shape[1:2] != x.shape[1:2] for h in states):  # torch does not broadcast either
+            shapes = ", ".join(str(tuple(y.shape)) for y in (input, *states))
+            raise ValueError(f"{name}: the input has three dimensions and one state for each sample; got {shapes}.")
         x, *last = _run(cell, unroll, None, x, states, *others[:-1])
         return (x.transpose(0, 1) if batch_first else x, *last)
 

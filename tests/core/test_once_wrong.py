@@ -464,3 +464,16 @@ def test_what_is_computed_of_data_or_is_detached_is_a_constant(name, reduction):
     t = batch_grad(lambda p, x: reduction(GROUPS[name](p, x)))
     assert_trees_close(t(P, x), {k: g / (6 if reduction is torch.mean else 1) for k, g in shares.items()}, 1e-9)
     assert not known_way(t.f, t.called)
+
+
+def test_attention_with_a_relative_bias_that_is_learned():
+    """Torch's fused kernel does not differentiate its mask, as in T5 and Swin."""
+    rand = Numbers()
+    params, x, y = {"w": rand(4, 12), "bias": rand(1, 2, 6, 6)}, rand(3, 6, 4), torch.arange(3)
+
+    def f(p, x, y):
+        q, k, v = (x @ p["w"]).view(len(x), 6, 2, 6).transpose(1, 2).split(2, -1)
+        return F.cross_entropy(F.scaled_dot_product_attention(q, k, v, p["bias"]).flatten(1), y, reduction="none")
+
+    assert_trees_close(batch_grad(f)(params, x, y), loop_batch_grad(f)(params, x, y), 1e-12)
+    kfac(f, unsupported="diagonal", fisher="empirical")(params, x, y)
