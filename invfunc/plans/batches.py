@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -43,6 +44,14 @@ class Masked:
     def __name__(self) -> str:
         return describe(self.f)
 
+    @property
+    def __signature__(self) -> inspect.Signature:
+        """The names of f's arguments, with that of the mask; which of them it takes, f itself says."""
+        names = [p.name for p in inspect.signature(self.f).parameters.values() if p.kind < p.VAR_POSITIONAL]
+        kind, names = inspect.Parameter, [*names[:1], "mask", *names[1:]]
+        named = [kind(name, kind.POSITIONAL_OR_KEYWORD, default=None) for name in names]
+        return inspect.Signature([*named, kind("args", kind.VAR_POSITIONAL), kind("kwargs", kind.VAR_KEYWORD)])
+
     def __call__(self, params: Any, mask: torch.Tensor, *batch: Any, **kwargs: Any) -> Any:
         found = self.f(params, *batch, **kwargs)
         if self.losses:
@@ -56,8 +65,8 @@ class Masked:
         return (outputs, found) if self.tells else outputs
 
     def _of_outputs(self, z: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
-        own, fixed = mask.reshape([-1 if d == self.axis % z.ndim else 1 for d in range(z.ndim)]), z.detach()
-        return fixed + (z - fixed) * own.to(z.dtype)  # whose derivative is one operation also for several columns
+        own = mask.reshape([-1 if d == self.axis % z.ndim else 1 for d in range(z.ndim)])
+        return torch.where(own, z, z.detach())
 
 
 class Padding:

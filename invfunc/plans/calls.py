@@ -45,7 +45,8 @@ def signature(x: torch.Tensor) -> Hashable:
 
 def numbers(read: list[torch.Tensor]) -> list[int]:
     """Numbers that were read, as bytes, in which NaN is equal to itself, and -0 is not 0."""
-    return torch.cat([x.reshape(-1).view(torch.uint8) for x in read]).tolist() if read else []
+    parts = [x.contiguous().reshape(-1).view(torch.uint8) for x in read if x.numel()]
+    return torch.cat(parts).tolist() if parts else []
 
 
 @dataclass

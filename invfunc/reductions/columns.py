@@ -127,7 +127,7 @@ class ProductsWithOthers(InnerProducts):
         return (shares.products_with(self.others),)
 
     def init(self, leaf: torch.Tensor, n: int, columns: int) -> State:
-        return (leaf.new_zeros(columns, n - self.others, columns, self.others),)
+        return (leaf.new_zeros(columns, max(0, n - self.others), columns, self.others),)
 
     def sample_axes(self, found: Found) -> tuple[int, ...]:
         return self.each

@@ -33,6 +33,14 @@ def weighted(z, y):
     return F.cross_entropy(z, y, ignore_index=2)
 
 
+def without_a_class(p, x):
+    return model(p, x).masked_fill(torch.tensor([False, True, False]), -torch.inf)
+
+
+def of_two_classes(z, y):
+    return F.cross_entropy(z, 2 * (y % 2))
+
+
 GGN = invfunc.diag_ggn, partial(invfunc.diag_ggn, per_sample=True)
 OF_LOSSES = {
     "variance": lambda: invfunc.variance(losses),
@@ -51,6 +59,7 @@ OF_LOSSES = {
     "diag_ggn in chunks": lambda: chunked(invfunc.diag_ggn(model, F.cross_entropy), 2),
     "diag_ggn and another": lambda: together(*(make(model, F.cross_entropy) for make in GGN)),
     "diag_ggn of a sum": lambda: invfunc.diag_ggn(model, summed),
+    "diag_ggn of infinite logits": lambda: invfunc.diag_ggn(without_a_class, of_two_classes),
     "diag_ggn of each": lambda: invfunc.diag_ggn(model, F.cross_entropy, per_sample=True),
     "sqrt_ggn": lambda: invfunc.sqrt_ggn(model, F.cross_entropy),
     "ggn_trace": lambda: invfunc.ggn_trace(model, F.cross_entropy),
@@ -123,7 +132,7 @@ def test_other_axes_and_what_all_samples_share():
 def test_errors_are_told_with_the_names_of_f():
     x, y = Numbers(1)(3, 4), torch.arange(3)
     c = compiled(invfunc.variance(lambda p, x, y: losses(p, x, y).mean()), pad=(4,))
-    with pytest.raises(ArgumentError, match=r"^variance\(<lambda>\)\(params, mask, .*: with pad=, f has to return the"):
+    with pytest.raises(ArgumentError, match=r"^variance\(<lambda>\)\(p, mask, x, y\): with pad=, f has to return the"):
         c(PARAMS, x, y)
     with pytest.raises(TypeError, match=r"^compiled\(variance\(<lambda>\)\)\(p, x\): f takes \(p, x, y\)"):
         c(PARAMS, x)

@@ -12,6 +12,7 @@ from torch.utils.checkpoint import checkpoint
 
 import invfunc
 from invfunc import compiled, tree
+from invfunc.plans.calls import numbers
 from invfunc.plans.recorder import draws
 from invfunc.testing.oracles import assert_trees_close
 from tests.plans.calls import EXACT, dropping, given, hits, loss, of, quietly, same
@@ -458,3 +459,8 @@ CALLS = {
 @pytest.mark.parametrize(("func", "args", "kwargs", "wanted"), CALLS.values(), ids=CALLS)
 def test_what_draws(func, args, kwargs, wanted):
     assert draws(func, args, kwargs) is wanted
+
+
+def test_of_strided_tensors_also_of_empty_ones():
+    x = torch.arange(6).view(3, 2)
+    assert numbers([x[:0, 0], x[::2, 0]]) == numbers([torch.tensor([0, 4])])

@@ -26,6 +26,7 @@ from invfunc import budget as size
 from invfunc.core import refusals
 from invfunc.errors import ArgumentError, ArgumentTypeError
 from invfunc.kronecker import kfoc, kfra
+from invfunc.reductions.columns import ProductsWithOthers
 from invfunc.testing import assert_trees_close, loop_batch_jacobian, loop_gram
 from tests.laws import OF_MODELS
 from tests.many_processes import alone
@@ -355,3 +356,7 @@ class TestWhatIsTold:
             options = {} if of is kfra else {"fisher": "exact"}
             with pytest.raises(error, match="max_factor_dim"):
                 of(sum_grad_squared, F.mse_loss, max_factor_dim=most, **options)
+
+
+def test_a_process_without_batches_keeps_no_products_with_others():
+    assert ProductsWithOthers(False, 2).init(torch.zeros(3), 0, 1)[0].shape == (1, 0, 1, 2)
