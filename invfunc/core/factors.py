@@ -63,7 +63,7 @@ class Sent:
     @property
     def flipped(self) -> bool:
         """Tells whether the dims of what is read come before those of what is sent back."""
-        return len(self.places) > 1 and self.places[1].dims < self.places[0].dims
+        return len(self.places) > 1 and not self.joint and self.places[1].dims < self.places[0].dims
 
     def total(self, run: Run, use: Use) -> torch.Tensor:
         """The sum of what is read over the positions, `[n, g, k]`; of rows, how often they are picked."""

@@ -538,7 +538,7 @@ def of_index(run: Run, args: tuple, kwargs: dict, nodes: Nodes, axes: Any, axis:
     """`w[i]`."""
     w, i = args[0], args[-1]
     if id(w) in nodes and isinstance(i, torch.Tensor) and id(i) in axes and i.dtype == torch.long and w.ndim > 0:
-        return [TableRows(nodes[id(w)], w, i, axes[id(i)], axis, None)]
+        return [TableRows(nodes[id(w)], w, i.remainder(len(w)), axes[id(i)], axis, None)]  # -1 is the last row
     return None
 
 

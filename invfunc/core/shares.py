@@ -312,15 +312,19 @@ class Shares:
     def moments_of(self, use: TableRows) -> tuple[torch.Tensor, torch.Tensor]:
         """Moments of a table: a row that a sample does not touch counts as a zero."""
         n, (_, i, sums, there) = self.count, use.touched(self.run)
-        i, order = i.sort()
-        sums, there = sums[order], there[order]
-        at = torch.cat([torch.zeros_like(i[:1]), (i[1:] != i[:-1]).cumsum(0)])  # a place for each row that is touched
-        mean = torch.zeros_like(sums).index_add_(0, at, sums) / n
-        visits = torch.zeros_like(there).index_add_(0, at, there)
-        apart = torch.zeros_like(sums).index_add_(0, at, (sums - mean[at]).square() * there)
-        rows = torch.zeros_like(i).scatter_(0, at, i)
-        both = mean * n, apart + (n - visits) * mean.square()
-        total, centred = [self.pulled(use, use.added(self.run, rows, x), 0) for x in both]
+        at, places, large = i, use.shape[0], use.shape[0] > len(i)
+        if large:  # a place for each row that is touched
+            i, order = i.sort()
+            sums, there, places = sums[order], there[order], len(i)
+            at = torch.cat([torch.zeros_like(i[:1]), (i[1:] != i[:-1]).cumsum(0)])
+        mean = sums.new_zeros(places, sums.shape[-1]).index_add_(0, at, sums) / n
+        visits = there.new_zeros(places, 1).index_add_(0, at, there)
+        apart = torch.zeros_like(mean).index_add_(0, at, (sums - mean[at]).square() * there)
+        both = [mean * n, apart + (n - visits) * mean.square()]
+        if large:
+            rows = torch.zeros_like(i).scatter_(0, at, i)
+            both = [use.added(self.run, rows, x) for x in both]
+        total, centred = [self.pulled(use, x.view(use.shape), 0) for x in both]
         return total, centred
 
     def products(self, exact: bool = False) -> torch.Tensor:

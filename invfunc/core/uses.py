@@ -200,14 +200,14 @@ class ProductUse(Use):
         """a as `[n, g, p, k]`."""
         x = self.inputs(run, block)
         if self.of_a is None:
-            return x.flatten(1, -2).unsqueeze(1)
+            return x[:, None, None] if x.ndim == 2 else x.flatten(1, -2).unsqueeze(1)  # of one sample, a vector
         return _arranged(x, self.of_a, 1)
 
     def sends(self, run: Run, block: Block = WHOLE) -> torch.Tensor:
         """d as `[V, n, g, p, o]`."""
         x = self.sent(run, block)
         if self.of_d is None:
-            return x.flatten(2, -2).unsqueeze(2)
+            return x[:, :, None, None] if x.ndim == 3 else x.flatten(2, -2).unsqueeze(2)
         return _arranged(x, self.of_d, 2)
 
     def sizes(self, run: Run) -> tuple[int, int, int]:

@@ -30,6 +30,7 @@ from invfunc import (
     chunked,
     diag_ggn,
     diag_hessian,
+    ekfac,
     estimate_trace,
     functional,
     ggnvp,
@@ -477,3 +478,35 @@ def test_attention_with_a_relative_bias_that_is_learned():
 
     assert_trees_close(batch_grad(f)(params, x, y), loop_batch_grad(f)(params, x, y), 1e-12)
     kfac(f, unsupported="diagonal", fisher="empirical")(params, x, y)
+
+
+def test_one_row_of_a_table_by_both_of_its_indices():
+    table, i = Numbers()(6, 3), torch.tensor([[5, -1, 2], [0, -6, -2], [4, -2, 1]])
+
+    def f(table, i):
+        return table[i].sum(1).sin().sum(1)
+
+    shares = loop_batch_grad(f)(table, i)
+    assert_trees_close(batch_l2_grad(f)(table, i), shares.flatten(1).square().sum(1), 1e-12)
+    assert_trees_close(gram(f)(table, i), shares.flatten(1) @ shares.flatten(1).T, 1e-12)
+    kfac(f, fisher="empirical")(table, i)
+
+
+def test_rows_of_one_sample_and_the_sample_itself_meet_a_weight():
+    def f(w, x):
+        return (torch.stack([F.linear(row, w) for row in x]).sin() + F.linear(x, w)).sum(1)
+
+    assert_trees_close(batch_grad(f)(W, X[:1]), loop_batch_grad(f)(W, X[:1]), 1e-12)
+    kfac(f, fisher="empirical")(W, X[:1])
+
+
+def test_values_of_a_transposed_convolution_with_its_bias():
+    f, params = functional(nn.ConvTranspose2d(2, 3, 2, dtype=torch.float64))
+
+    def losses(p, x):
+        return f(p, x).sin().flatten(1).sum(1)
+
+    x = Numbers()(5, 2, 2, 2)
+    squares = sum(g.square().sum() for g in batch_grad(losses)(params, x).values())
+    found = ekfac(losses, fisher="empirical", joint=True)(params, x)["weight"].trace()
+    assert_trees_close(found, squares, 1e-12)
