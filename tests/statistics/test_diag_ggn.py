@@ -1,15 +1,17 @@
 """diag_ggn against the diagonal of the dense J^T H J: every loss and option, in both forms."""
 
+from functools import partial
+
 import pytest
 import torch
 import torch.nn.functional as F
-from hypothesis import given
+from hypothesis import example, given
 
 from invfunc import diag_ggn, outputs, sqrt_ggn, tree
 from invfunc.errors import ArgumentError, ConvexityError, SampleAxisError, SplitError
 from invfunc.testing import loop_batch_jacobian
 from invfunc.testing.oracles import assert_trees_close, dense_diag_ggn
-from tests.criteria import after_logarithms, cross_entropies, elementwise, model
+from tests.criteria import Criterion, after_logarithms, cross_entropies, elementwise, model
 from tests.networks import LOSSES, network, total
 from tests.strategies import Numbers, seeded
 
@@ -25,10 +27,14 @@ def assert_both_forms_exact(criterion, f=None, params=None):
     assert_trees_close(diag_ggn(lambda p, x, y: criterion.loss(f(p, x), y))(*args), wanted, EXACT)
 
 
+IGNORED = {"ignore_index": 1, "label_smoothing": 0.3}
+
+
 @pytest.mark.quick
 @pytest.mark.filterwarnings("ignore:reduction. 'mean'")  # torch's, about kl_div
 class TestKnownLosses:
     @given(cross_entropies())
+    @example(Criterion("cross_entropy", partial(F.cross_entropy, **IGNORED), (3,), torch.tensor([0, 1, 2])))
     def test_cross_entropy(self, criterion):
         assert_both_forms_exact(criterion)
 
