@@ -27,7 +27,7 @@ def assert_both_forms_exact(criterion, f=None, params=None):
     assert_trees_close(diag_ggn(lambda p, x, y: criterion.loss(f(p, x), y))(*args), wanted, EXACT)
 
 
-IGNORED = {"ignore_index": 1, "label_smoothing": 0.3}
+IGNORED = {"ignore_index": 1, "weight": torch.tensor([1.0, 2.0, 3.0], dtype=torch.float64)}
 
 
 @pytest.mark.quick
