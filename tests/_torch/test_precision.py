@@ -103,8 +103,13 @@ class TestDevicesWithoutFloat64:
 
     @pytest.mark.parametrize(
         "of",
-        [invfunc.batch_l2_grad, invfunc.gram, partial(invfunc.kronecker.kfoc, fisher="empirical")],
-        ids=["batch_l2_grad", "gram", "kfoc"],
+        [
+            invfunc.batch_l2_grad,
+            invfunc.gram,
+            invfunc.sum_grad_squared,
+            partial(invfunc.kronecker.kfoc, fisher="empirical"),
+        ],
+        ids=["batch_l2_grad", "gram", "sum_grad_squared", "kfoc"],
     )
     def test_have_products_that_cancel(self, of, monkeypatch):
         """Of positions that nearly cancel each other: products of positions in float32 would keep no digit."""
