@@ -229,6 +229,11 @@ OTHERS = {
         "pad", lambda x: pad_packed_sequence(PackedSequence(x, LENGTHS), False, 2.0, 4)[0], (Numbers()(7, 2),)
     ),
     "msort": Calls("msort", torch.msort, (Numbers()(4, 3),)),
+    "scaled_dot_product_attention": Calls(
+        "attention",
+        partial(F.scaled_dot_product_attention, scale=0.7),
+        (*(Numbers(i)(2, 3, 4, 2) for i in range(3)), Numbers(3)(3, 4, 4)),
+    ),
 }
 
 
