@@ -58,7 +58,7 @@ CEILINGS = {
         "messages, copies, a mode of its own, kept tensors, the swap of parameters in half of torch's time",
     ),
     "the tests": Ceiling(
-        ["tests"], 30_230, 198, "laws of what stands, and a test of each fault of torch; planted faults are data beside"
+        ["tests"], 30_240, 198, "laws of what stands, and a test of each fault of torch; planted faults are data beside"
     ),
 }
 """Ceilings: a change that needs more takes away elsewhere, or states a better reason here."""

@@ -60,6 +60,10 @@ class TestValue:
         with pytest.warns(InvFuncWarning, match="after"):  # with one step less it has not arrived
             equilibrium(layer, beta, tolerance=1e-8, max_steps=evaluations // 2 - 1)(ZERO, W, U)
 
+    def test_is_none_where_both_copies_go_on_beside_each_other(self):
+        with pytest.warns(InvFuncWarning, match="residual"):
+            equilibrium(lambda x, u: x + u, tolerance=2e-2)(ZERO, torch.ones_like(ZERO))
+
     def test_two_copies_that_each_are_the_image_of_the_other_have_not_arrived(self):
         """As those of -x, which does not contract: neither copy moves any more."""
         y, z = repeated(fixed_point(torch.neg))((ZERO + 1, ZERO + 1), [None] * 100)
@@ -92,6 +96,13 @@ class TestGradient:
         assert_trees_close(vmap(grad(loss_of(solve)), (0, None))(many, U)[1], wanted[0], 1e-9)
         twice = grad(lambda w: grad(loss_of(solve))(w, U).square().sum())(W)
         assert_trees_close(twice, grad(lambda w: grad(loss_of(plain))(w, U).square().sum())(W), 1e-9)
+
+    def test_has_the_digits_of_single_precision(self):
+        """The way back multiplies the rounding of each step: the copies of the state are in float64."""
+        slow = 1.5 * W  # which takes many steps
+        wanted = grad(lambda w: equilibrium(layer)(ZERO, w, U).value.sum())(slow)
+        found = grad(lambda w: equilibrium(layer)(ZERO.float(), w, U.float()).value.sum())(slow.float())
+        assert_trees_close(found.double(), wanted, 2e-6)
 
     def test_is_that_of_the_implicit_function_where_it_has_arrived(self):
         """(I - df/dx)^-1 df/dw, which knows nothing of steps."""
