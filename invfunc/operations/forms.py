@@ -40,7 +40,7 @@ def masked_attention(
     """Scaled dot-product attention whose mask is a parameter, as the relative bias of T5 or Swin."""
     if is_causal or enable_gqa or attn_mask is None:
         raise SampleAxisError(
-            "`scaled_dot_product_attention`: with a mask of parameters it is neither causal nor grouped."
+            "`scaled_dot_product_attention`, a mask of parameters: repeat keys for enable_gqa, add -inf for is_causal."
         )
     products = query @ key.mT * (query.shape[-1] ** -0.5 if scale is None else scale)
     return F.dropout((products + attn_mask).softmax(-1), dropout_p, dropout_p > 0) @ value

@@ -34,6 +34,7 @@ from invfunc import (
     estimate_trace,
     functional,
     ggnvp,
+    grad_and_variance,
     gram,
     kfac,
     operation,
@@ -501,12 +502,22 @@ def test_rows_of_one_sample_and_the_sample_itself_meet_a_weight():
 
 
 def test_values_of_a_transposed_convolution_with_its_bias():
-    f, params = functional(nn.ConvTranspose2d(2, 3, 2, dtype=torch.float64))
+    (f, params), x = functional(nn.ConvTranspose2d(2, 3, 2, dtype=torch.float64)), Numbers()(5, 2, 2, 2)
 
     def losses(p, x):
         return f(p, x).sin().flatten(1).sum(1)
 
-    x = Numbers()(5, 2, 2, 2)
     squares = sum(g.square().sum() for g in batch_grad(losses)(params, x).values())
-    found = ekfac(losses, fisher="empirical", joint=True)(params, x)["weight"].trace()
-    assert_trees_close(found, squares, 1e-12)
+    assert_trees_close(ekfac(losses, fisher="empirical", joint=True)(params, x)["weight"].trace(), squares, 1e-12)
+
+
+@pytest.mark.parametrize("rows", [4, 40])
+def test_moments_of_tables_with_fewer_rows_and_with_more_than_are_read(rows):
+    table, i = Numbers()(rows, 3), torch.tensor([[0, 1, 1], [3, 1, 0], [2, 2, 2], [3, 0, 1]])
+
+    def losses(table, i):
+        return F.embedding(i, table).sin().sum((1, 2))
+
+    shares = loop_batch_grad(losses)(table, i)
+    wanted = shares.sum(0), shares.var(0, correction=0)
+    assert_trees_close(grad_and_variance(losses)(table, i), wanted, 1e-12)
